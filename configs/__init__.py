@@ -1,0 +1,1 @@
+"""Run configuration: the typed schema, its loader, and the YAML presets."""

@@ -1,0 +1,160 @@
+"""Every setting a user can change, one frozen dataclass per component."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvConfig:
+    """Which environment, and how it is built in every worker."""
+
+    id: str  # registered id, or "module:Class"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    plugins: tuple[str, ...] = ()  # python files or modules that register environments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """Episode generation."""
+
+    engine: Literal["native"] = "native"
+    actors: int = 1
+    threads: int = 1  # torch threads per actor; 0 keeps torch's default
+    gpus: float = 0.0  # GPUs reserved per actor
+    concurrency: int = 64  # sequences decoded together by one actor
+    temperature: float = 1.0
+    max_turn_tokens: int = 16
+    max_turns: int = 64
+    env_retries: int = 1  # fresh tries of an episode whose environment failed
+    max_error_fraction: float = 0.2  # more failed episodes than this in one step stop the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmConfig:
+    """Objective: advantages and loss."""
+
+    name: Literal["grpo"] = "grpo"
+    scale: Literal["std", "none"] = "std"
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None  # bound on the loss of negative advantages, > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerConfig:
+    """DeepSpeed learner."""
+
+    ranks: int = 1
+    threads: int = 1  # torch threads per rank; 0 keeps torch's default
+    gpus: float = 0.0  # GPUs reserved per rank
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 = torch autocast, fp32 masters
+    micro_batch_tokens: int = 8192
+    minibatches: int = 1  # optimizer steps per rollout batch
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    warmup_steps: int = 0
+    max_skipped_steps: int = 3  # consecutive non-finite gradients that stop the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncConfig:
+    """Weight publication."""
+
+    bucket_mb: int = 64
+    canary_tokens: int = 64
+    canary_tolerance: float = 1e-4  # largest log-prob difference accepted, nats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """An RL run."""
+
+    policy: str  # checkpoint folder to start from
+    env: EnvConfig
+    output: str = "runs/train"
+    seed: int = 0
+    steps: int = 20
+    context: int  # tokens per trajectory at most
+    allow_longer_context: bool = False  # run beyond the checkpoint's trained context
+    groups_per_step: int = 8
+    group_size: int = 8
+    max_staleness: int = 0  # versions a sampled token may lag behind the update it feeds
+    eval_every: int = 0  # steps; 0 = only before and after
+    eval_episodes: int = 200
+    save_every: int = 10
+    keep: int = 2  # complete checkpoints kept
+    resume: Literal["auto", "never", "required"] = "auto"
+    ray_address: str | None = None  # None starts a local Ray
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One context stage of `StageConfig`."""
+
+    context: int  # tokens per packed sequence
+    steps: int
+    batch_tokens: int
+    lr: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageConfig:
+    """Staged-context pre-training."""
+
+    policy: str  # preset under configs/policy, or a checkpoint folder to go on from
+    stages: tuple[Stage, ...]
+    text: str  # folder of text files; "stdlib" is the running Python's own library
+    output: str = "runs/stage"
+    seed: int = 0
+    vocab_size: int = 512
+    env: EnvConfig | None = None  # episodes mixed in
+    episode_fraction: float = 0.5  # share of tokens that come from episodes
+    warmup_steps: int = 10
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    threads: int = 0  # torch threads; 0 keeps torch's default
+    max_seconds: float | None = None  # stop early, keeping the stage order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftConfig:
+    """Warm-up on demonstrations."""
+
+    policy: str
+    env: EnvConfig  # its demonstrations are the data
+    output: str = "runs/sft"
+    seed: int = 0
+    context: int
+    steps: int = 200
+    batch_tokens: int = 4096
+    lr: float = 1e-3
+    warmup_steps: int = 10
+    grad_clip: float = 1.0
+    threads: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Held-out evaluation; what is None is read from the run or checkpoint."""
+
+    env: EnvConfig | None = None
+    output: str | None = None
+    seed: int = 0
+    episodes: int = 200
+    context: int | None = None
+    visible_context: int | None = None  # keep only this many last tokens: does the policy remember?
+    allow_longer_context: bool = False
+    greedy: bool = False
+    ray_address: str | None = None
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
