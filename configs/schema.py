@@ -120,11 +120,8 @@ class StageConfig:
     vocab_size: int = 512
     env: EnvConfig | None = None  # episodes mixed in
     episode_fraction: float = 0.5  # share of tokens that come from episodes
-    warmup_steps: int = 10
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
-    threads: int = 0  # torch threads; 0 keeps torch's default
-    max_seconds: float | None = None  # stop early, keeping the stage order
+    ray_address: str | None = None
+    learner: LearnerConfig = field(default_factory=LearnerConfig)  # its lr is that of each stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
