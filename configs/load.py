@@ -1,0 +1,202 @@
+"""Read a config: YAML file or preset, dotted overrides on top, checked against a typed schema.
+
+Values are converted by OmegaConf. Files hold plain data only: interpolations, resolvers, YAML
+tags and anchors are refused, so that reading somebody else's config never runs or reads anything.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from .errors import UserError
+
+PRESETS = Path(__file__).parent
+
+C = TypeVar("C")
+Data = dict[str, Any]
+
+
+def load_config(schema: type[C], source: str | None, overrides: list[str]) -> C:
+    """Build a `schema` instance from a file or preset and ``key=value`` overrides.
+
+    A preset is named by its path under ``configs/`` without suffix (``train/quickstart``); the
+    folder may be left out where the schema implies it (``quickstart`` for a `TrainConfig`).
+    Every mistake is a `UserError` naming the full key and where it came from.
+    """
+    data: Data = {}
+    if source is not None:
+        path = find_config(schema, source)
+        data = _parse(path.read_text(encoding="utf-8"), f"in {path}")
+        _build(schema, data, "", f"in {path}", partial=True)
+    for text in overrides:
+        key, value = _split_override(text)
+        _assign(data, schema, key, value)
+        _build(schema, data, "", "on the command line", partial=True)
+    where = f"in {source} or on the command line" if source else "on the command line"
+    return _build(schema, data, "", where, partial=False)
+
+
+def dump_config(config: Any) -> str:
+    """YAML text that `load_config` turns into an equal config."""
+    return OmegaConf.to_yaml(OmegaConf.create(_plain(config)))
+
+
+def find_config(schema: type, source: str) -> Path:
+    """The file that `source` names: a path, or a preset of the kind that `schema` implies."""
+    kind = schema.__name__.removesuffix("Config").lower()
+    presets = [PRESETS / f"{source}.yaml", PRESETS / kind / f"{source}.yaml"]
+    for path in [Path(source), *presets]:
+        if path.is_file():
+            return path
+    names = sorted(p.stem for p in (PRESETS / kind).glob("*.yaml"))
+    near = difflib.get_close_matches(source.removeprefix(f"{kind}/"), names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"presets: {', '.join(names) or 'none'}"
+    raise UserError(f"config {source}: no such file or {kind} preset; {hint}")
+
+
+def _split_override(text: str) -> tuple[str, Any]:
+    key, sep, value = text.partition("=")
+    if not sep or not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise UserError(f"override {text!r} is not of the form key=value")
+    return key, _parse(f"value: {value}", f"for {key} on the command line")["value"]
+
+
+def _parse(text: str, where: str) -> Data:
+    """Plain data of a YAML text; scalars as OmegaConf reads them (1e-6 is a number)."""
+    try:
+        for token in yaml.scan(text, Loader=yaml.SafeLoader):
+            if isinstance(token, yaml.TagToken | yaml.AnchorToken | yaml.AliasToken):
+                kind = type(token).__name__.removesuffix("Token").lower()
+                line = token.start_mark.line + 1
+                raise UserError(f"YAML {kind} {where}, line {line}: only plain values are allowed")
+        config = OmegaConf.create(text)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise UserError(f"invalid YAML {where}{line}: {problem}") from None
+    except OmegaConfBaseException as error:
+        raise UserError(f"invalid value {where}: {str(error).splitlines()[0]}") from None
+    data = OmegaConf.to_container(config, resolve=False)
+    if not isinstance(data, dict):
+        raise UserError(f"config {where}: expected key: value lines, found a {type(data).__name__}")
+    _refuse_interpolations(data, "", where)
+    return {str(key): value for key, value in data.items()}
+
+
+def _refuse_interpolations(value: Any, key: str, where: str) -> None:
+    if isinstance(value, str) and "${" in value:
+        raise UserError(f"{key} {where}: interpolation {value!r} is not allowed; write the value")
+    items = value.items() if isinstance(value, dict) else ()
+    for name, item in enumerate(value) if isinstance(value, list) else items:
+        _refuse_interpolations(name, f"{key}.{name}".lstrip("."), where)
+        _refuse_interpolations(item, f"{key}.{name}".lstrip("."), where)
+
+
+def _assign(data: Data, schema: type, key: str, value: Any) -> None:
+    """Set `key` of nested plain data; list items are addressed by index (``stages.0.steps``)."""
+    *parents, last = key.split(".")
+    node: Any = data
+    for name in parents:
+        if isinstance(node, list):
+            node = node[_index(node, name, key)]
+        else:
+            if node.get(name) is None:
+                node[name] = {}
+            node = node[name]
+        if not isinstance(node, dict | list):
+            raise UserError(f"{key} on the command line: {name} is a value, it has no parts")
+    if isinstance(node, list):
+        node[_index(node, last, key)] = value
+    else:
+        node[last] = value
+
+
+def _index(items: list[Any], name: str, key: str) -> int:
+    if not name.isdecimal() or int(name) >= len(items):
+        raise UserError(f"{key} on the command line: {name} is no index below {len(items)}")
+    return int(name)
+
+
+def _build(schema: type[C], data: Any, key: str, where: str, *, partial: bool) -> C:
+    """An instance of `schema`; with `partial` missing keys pass and the result is not built."""
+    if not isinstance(data, Mapping):
+        raise UserError(f"{key} {where}: expected {schema.__name__} keys, got {data!r}")
+    hints = get_type_hints(schema)
+    known = {field.name: field for field in fields(schema)}  # pyright: ignore[reportArgumentType]
+    values: Data = {}
+    for name, value in data.items():
+        full = f"{key}.{name}".lstrip(".")
+        if name not in known:
+            raise UserError(_unknown(str(name), full, list(known), where))
+        values[name] = _convert(schema, name, hints[name], value, full, where, partial)
+    for name, field in known.items():
+        if not partial and name not in values and _required(field):
+            raise UserError(f"{f'{key}.{name}'.lstrip('.')} is missing: give it {where}")
+    return values if partial else schema(**values)  # pyright: ignore[reportReturnType]
+
+
+def _convert(
+    schema: type, name: str, hint: Any, value: Any, key: str, where: str, partial: bool
+) -> Any:
+    """`value` as the field's type: nested dataclasses here, leaves by OmegaConf."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in options:
+        return None
+    inner = next(option for option in options if option is not NoneType)
+    if is_dataclass(inner):
+        return _build(inner, value, key, where, partial=partial)  # pyright: ignore[reportArgumentType]
+    items = get_args(inner)
+    if get_origin(inner) is tuple and is_dataclass(items[0]) and isinstance(value, list | tuple):
+        return tuple(
+            _build(items[0], item, f"{key}.{i}", where, partial=partial)  # pyright: ignore[reportArgumentType]
+            for i, item in enumerate(value)
+        )
+    try:
+        if isinstance(value, bool) and inner is str:
+            raise UserError(f"{key} {where}: {value} is true or false, not text; quote it")
+        merged = OmegaConf.merge(OmegaConf.structured(schema), {name: value})
+        result = OmegaConf.to_container(merged, resolve=False, throw_on_missing=False)
+    except OmegaConfBaseException:
+        raise UserError(f"{key} {where}: {value!r} is not {_describe(hint)}") from None
+    leaf = result[name]  # pyright: ignore[reportCallIssue, reportArgumentType, reportOptionalSubscript]
+    return tuple(leaf) if get_origin(inner) is tuple else leaf
+
+
+def _required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _unknown(name: str, key: str, known: list[str], where: str) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    prefix = key.removesuffix(name)
+    hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
+    return f"unknown key {key} {where}; {hint}"
+
+
+def _describe(hint: Any) -> str:
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, options))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join("null" if o is NoneType else _describe(o) for o in options)
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return words.get(hint, f"a {hint}")
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

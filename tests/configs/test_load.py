@@ -1,0 +1,195 @@
+"""Configs: typed, one clear line per mistake, nothing executed while reading."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from farhorizon.configs.errors import UserError
+from farhorizon.configs.load import PRESETS, dump_config, load_config
+from farhorizon.configs.schema import (
+    EnvConfig,
+    EvalConfig,
+    LearnerConfig,
+    SftConfig,
+    Stage,
+    StageConfig,
+    TrainConfig,
+)
+
+BASE = ["policy=ckpt", "context=64", "env.id=echo-v0"]
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text("policy: ckpt\ncontext: 64\nenv: {id: echo-v0}\n" + text)
+    return str(path)
+
+
+@pytest.mark.parametrize("text", ["1e-6", "'1e-6'", "1.0e-6", '"1e-6"', "0.000001"])
+def test_learning_rate_is_the_float_however_it_is_written(tmp_path: Path, text: str) -> None:
+    """C19."""
+    in_file = load_config(TrainConfig, write(tmp_path, f"learner: {{lr: {text}}}\n"), [])
+    on_line = load_config(TrainConfig, None, [*BASE, f"learner.lr={text}"])
+    for config in (in_file, on_line):
+        assert type(config.learner.lr) is float
+        assert config.learner.lr == 1e-6
+
+
+def test_text_for_a_number_names_key_and_file(tmp_path: Path) -> None:
+    source = write(tmp_path, "learner: {lr: fast}\n")
+    with pytest.raises(UserError) as caught:
+        load_config(TrainConfig, source, [])
+    assert "learner.lr" in str(caught.value)
+    assert source in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["off", "no", "false", "0"])
+def test_enumerated_setting_never_becomes_false(text: str) -> None:
+    """C19."""
+    with pytest.raises(UserError, match=r"algorithm\.scale .*one of std, none"):
+        load_config(TrainConfig, None, [*BASE, f"algorithm.scale={text}"])
+
+
+def test_text_setting_refuses_a_bare_boolean() -> None:
+    with pytest.raises(UserError, match="output on the command line: False"):
+        load_config(TrainConfig, None, [*BASE, "output=off"])
+    assert load_config(TrainConfig, None, [*BASE, "output='off'"]).output == "off"
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("learner.grad_clp", "learner.grad_clip"), ("algorithm.dual_clp", "algorithm.dual_clip"),
+     ("lerner.lr", "learner"), ("env.idd", "env.id")],
+)
+def test_misspelt_key_is_named_with_its_neighbour(tmp_path: Path, key: str, near: str) -> None:
+    """C20, in a file and on the command line."""
+    section, name = key.split(".")
+    text = f"{section}: {{{name}: 1}}\n" if section != "env" else ""
+    with pytest.raises(UserError) as caught:
+        load_config(TrainConfig, None, [*BASE, f"{key}=1"])
+    shown = key if section != "lerner" else "lerner"
+    assert f"unknown key {shown} on the command line; did you mean {near}?" == str(caught.value)
+    if text:
+        source = write(tmp_path, text)
+        with pytest.raises(UserError) as caught:
+            load_config(TrainConfig, source, [])
+        assert f"unknown key {shown} in {source}; did you mean {near}?" == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps=1.5", "steps on the command line: 1.5 is not a whole number"),
+        ("steps=true", "steps on the command line: True is not a whole number"),
+        ("learner.zero_stage=7", r"7 is not one of 0, 1, 2, 3"),
+        ("learner.betas=[0.9]", r"learner\.betas .*not a tuple"),
+        ("learner.betas=0.9", r"learner\.betas"),
+        ("learner=5", "learner on the command line: expected LearnerConfig keys, got 5"),
+        ("learner=null", "learner on the command line"),
+        ("steps", "override 'steps' is not of the form key=value"),
+        ("=3", "is not of the form key=value"),
+        ("steps.x=1", r"steps on the command line"),
+        ("env.plugins=my.py", r"env\.plugins .*'my\.py'"),
+        ("learner.lr=[1", r"invalid YAML for learner\.lr on the command line"),
+    ],
+)
+def test_wrong_values_name_the_key(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(TrainConfig, None, [*BASE, override])
+
+
+def test_missing_required_keys_are_named() -> None:
+    with pytest.raises(UserError, match="context is missing"):
+        load_config(TrainConfig, None, ["policy=x", "env.id=e"])
+    with pytest.raises(UserError, match=r"env\.id is missing"):
+        load_config(TrainConfig, None, ["policy=x", "context=8", "env.kwargs.turns=2"])
+
+
+def test_stages_are_typed_and_addressed_by_index(tmp_path: Path) -> None:
+    path = tmp_path / "stage.yaml"
+    path.write_text(
+        "policy: tiny\ntext: stdlib\n"
+        "stages:\n- {context: 8, steps: 2, batch_tokens: 16, lr: '1e-3'}\n"
+    )
+    config = load_config(StageConfig, str(path), ["stages.0.steps=5"])
+    assert config.stages == (Stage(context=8, steps=5, batch_tokens=16, lr=1e-3),)
+    with pytest.raises(UserError, match=r"unknown key stages\.0\.lrr .*did you mean stages\.0\.lr"):
+        load_config(StageConfig, str(path), ["stages.0.lrr=1"])
+    with pytest.raises(UserError, match=r"stages\.1\.steps on the command line: 1 is no index"):
+        load_config(StageConfig, str(path), ["stages.1.steps=1"])
+
+
+def test_optional_section_appears_when_set() -> None:
+    assert load_config(EvalConfig, None, []).env is None
+    config = load_config(EvalConfig, None, ["env.id=echo-v0", "env.kwargs.turns=3"])
+    assert config.env == EnvConfig(id="echo-v0", kwargs={"turns": 3})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "output: !!python/object/apply:os.system ['touch {}']\n",
+        "output: !!python/name:builtins.eval ''\n",
+        "output: !custom x\n",
+        "env: &anchor {{id: a}}\n",
+    ],
+)
+def test_yaml_tags_are_refused(tmp_path: Path, text: str) -> None:
+    """C30 (c): no tag builds an object, nothing runs."""
+    sentinel = tmp_path / "sentinel"
+    path = tmp_path / "run.yaml"
+    path.write_text("policy: x\n" + text.format(sentinel))
+    with pytest.raises(UserError, match=r"YAML (tag|anchor) in .*line 2"):
+        load_config(TrainConfig, str(path), [])
+    assert not sentinel.exists()
+
+
+@pytest.mark.parametrize("value", ["${oc.env:HOME}", "${run:now}", "${steps}", "a-${x"])
+def test_interpolations_are_refused(tmp_path: Path, value: str) -> None:
+    """C30 (d), also where any value is allowed and inside keys."""
+    for key, text in [("output", f"output: '{value}'\n"),
+                      ("learner.dtype", f"learner: {{dtype: '{value}'}}\n")]:
+        with pytest.raises(UserError) as caught:
+            load_config(TrainConfig, write(tmp_path, text), [])
+        assert key in str(caught.value) or "invalid value" in str(caught.value)
+    with pytest.raises(UserError):
+        load_config(TrainConfig, None, [*BASE, f"env.kwargs.text={value}"])
+    with pytest.raises(UserError):
+        load_config(TrainConfig, None, [*BASE, f"env.kwargs={{'{value}': 1}}"])
+
+
+def test_tag_on_the_command_line_is_refused() -> None:
+    with pytest.raises(UserError, match="YAML tag for output on the command line"):
+        load_config(TrainConfig, None, [*BASE, "output=!!python/name:os.system x"])
+
+
+def test_dump_reloads_to_an_equal_config(tmp_path: Path) -> None:
+    config = load_config(TrainConfig, None, BASE)
+    kwargs = {"text": "1e-6", "flag": "off", "n": 3, "lr": 1e-6, "deep": {"list": [1, "no", None]}}
+    config = replace(
+        config,
+        env=EnvConfig(id="a:B", kwargs=kwargs, plugins=("p.py",)),
+        learner=LearnerConfig(lr=3e-7, betas=(0.5, 0.6)),
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(TrainConfig, str(path), []) == config
+
+
+def test_unknown_preset_suggests_one() -> None:
+    with pytest.raises(UserError, match="no such file or train preset"):
+        load_config(TrainConfig, "nosuch/thing", [])
+
+
+def test_every_shipped_preset_loads() -> None:
+    schemas = {"train": TrainConfig, "stage": StageConfig, "sft": SftConfig}
+    for kind, schema in schemas.items():
+        for path in (PRESETS / kind).glob("*.yaml"):
+            by_name = load_config(schema, path.stem, [])
+            assert by_name == load_config(schema, f"{kind}/{path.stem}", [])
+            assert by_name == load_config(schema, str(path), [])
+            assert len(path.read_text().splitlines()) <= 40
