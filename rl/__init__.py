@@ -1,0 +1,1 @@
+"""Learning: advantages, losses, packed batches, the DeepSpeed learner and weight publication."""

@@ -1,0 +1,98 @@
+"""Advantages: how much better an outcome was than expected.
+
+Left out against the papers: no clipping and no whitening over the batch; a group is judged by
+itself.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# Rewards closer than this, relative to the largest magnitude of the group, count as equal.
+# Sums of the same turn rewards in another order differ in the last bit; dividing by a spread of
+# 1e-17 would turn that bit into an advantage.
+EQUAL_WITHIN = 1e-6
+
+
+def group_relative(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    scale: Literal["std", "none"] = "std",
+    baseline: Literal["mean", "leave_one_out"] = "mean",
+) -> Tensor:
+    """Reward minus the baseline of its group, fp32 [N]; ``rewards`` [N], ``group_ids`` int [N].
+
+    ``baseline="mean"`` compares with the mean of the group, ``"leave_one_out"`` with the mean of
+    the other members. ``scale="std"`` divides by the population standard deviation (divided by
+    n) of the same members the baseline was taken from. Members that share no spread are not
+    divided; a group of equal rewards, or of one member, gives exactly 0. A reward that is not
+    finite marks a failed episode: it gets 0 and the group is formed by the others.
+    """
+    assert rewards.ndim == 1 and rewards.shape == group_ids.shape
+    values = rewards.detach().to(torch.float64)
+    advantages = torch.zeros_like(values)
+    valid = torch.isfinite(values)
+    for group in torch.unique(group_ids[valid]):
+        members = torch.nonzero(valid & (group_ids == group)).flatten()
+        advantages[members] = _one_group(values[members], scale, baseline)
+    return advantages.to(torch.float32)
+
+
+def _one_group(rewards: Tensor, scale: str, baseline: str) -> Tensor:
+    if _equal(rewards):
+        return torch.zeros_like(rewards)
+    if baseline == "mean":
+        deviation = rewards - rewards.mean()
+        return deviation / rewards.std(correction=0) if scale == "std" else deviation
+    advantages = torch.empty_like(rewards)
+    for i in range(len(rewards)):
+        others = torch.cat([rewards[:i], rewards[i + 1 :]])
+        advantages[i] = rewards[i] - others.mean()
+        if scale == "std" and not _equal(others):
+            advantages[i] /= others.std(correction=0)
+    return advantages
+
+
+def _equal(rewards: Tensor) -> bool:
+    largest = max(1.0, float(rewards.abs().max()))
+    return float(rewards.max() - rewards.min()) <= EQUAL_WITHIN * largest
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    bootstrap: Tensor,
+    gamma: float,
+    lam: float,
+) -> Tensor:
+    """Generalised advantage estimates, fp32 [T]; all tensors [T], steps of episodes end to end.
+
+    ``terminated`` and ``truncated`` (bool) mark the last step of an episode: after a termination
+    the future is worth 0, after a truncation ``bootstrap`` (the value of the state that would
+    have come next). The last step of the array is bootstrapped likewise unless terminated.
+    """
+    assert rewards.ndim == 1
+    assert all(
+        x.shape == rewards.shape for x in (values, terminated, truncated, bootstrap)
+    )
+    last = len(rewards) - 1
+    r, v, b = (x.detach().to(torch.float64).tolist() for x in (rewards, values, bootstrap))
+    end, cut = terminated.tolist(), truncated.tolist()
+    advantages = [0.0] * len(r)
+    running = 0.0
+    for t in range(last, -1, -1):
+        if end[t]:
+            following, running = 0.0, 0.0
+        elif cut[t] or t == last:
+            following, running = b[t], 0.0
+        else:
+            following = v[t + 1]
+        running = r[t] + gamma * following - v[t] + gamma * lam * running
+        advantages[t] = running
+    return torch.tensor(advantages, dtype=torch.float32, device=rewards.device)

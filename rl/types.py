@@ -1,0 +1,88 @@
+"""Data of one optimizer step: samples, packed micro-batches, loss values and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence to learn from; all arrays are [T].
+
+    ``token_ids`` int64; ``loss_mask`` bool, true on trained tokens and never on the first one,
+    which nothing predicts; ``behavior_logprobs`` and ``advantages`` fp32, 0 where not trained.
+    ``id`` numbers the sequence within its batch; ties in packing are broken by it.
+
+    Example, a prompt of two tokens and a completion of two with advantage -0.5::
+
+        Sample(0, [5, 6, 7, 8], [F, F, T, T], [0, 0, -0.1, -2.3], [0, 0, -0.5, -0.5])
+    """
+
+    id: int
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    behavior_logprobs: np.ndarray
+    advantages: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Whole sequences packed end to end for one forward; numpy, so that Ray ships it uncopied.
+
+    Five arrays of one length [T]: ``input_ids`` int64, ``loss_mask`` bool, ``behavior_logprobs``
+    fp32, ``advantages`` fp32, ``sequence_ids`` int64; ``cu_seqlens`` int32 [N + 1] are the
+    sequence borders. ``loss_mask[t]`` marks token t as trained: its log-prob is the prediction
+    made at t - 1.
+
+    ``padding`` marks a batch without data of its own: it only keeps its rank in step with the
+    others, adds exactly 0 to loss and gradient, and is left out of routing statistics.
+    """
+
+    input_ids: np.ndarray
+    cu_seqlens: np.ndarray
+    loss_mask: np.ndarray
+    behavior_logprobs: np.ndarray
+    advantages: np.ndarray
+    sequence_ids: np.ndarray
+    padding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank does in one optimizer step.
+
+    Every rank holds equally many ``micro_batches``; ``denominator`` is the number of trained
+    tokens of the step over all ranks.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    denominator: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """``loss`` scalar, and ``metrics`` of scalars.
+
+    Both are sums over tokens divided by the global denominator, so that adding them over
+    micro-batches and ranks gives the mean over all trained tokens.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """Outcome of one rollout batch: metrics, the policy version it produced, and whether every
+    optimizer step of it was skipped (then the version did not move and nothing is published)."""
+
+    metrics: Mapping[str, float]
+    version: int
+    skipped: bool
