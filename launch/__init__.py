@@ -1,0 +1,1 @@
+"""The command line: every subcommand, the local cluster, and what a run writes for people."""
