@@ -1,0 +1,24 @@
+"""Environments: the message contract, the registry and the built-in long-horizon tasks."""
+
+from .archive import Archive
+from .base import MessageEnv, ToolEnv, tool
+from .echo import Echo
+from .registry import make, make_config, register, registered, tasks
+from .types import Message, StopReason, Task
+
+register("archive-v0", Archive)
+register("echo-v0", Echo)
+
+__all__ = [
+    "Message",
+    "MessageEnv",
+    "StopReason",
+    "Task",
+    "ToolEnv",
+    "make",
+    "make_config",
+    "register",
+    "registered",
+    "tasks",
+    "tool",
+]

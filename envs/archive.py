@@ -1,0 +1,251 @@
+"""The archive: page through a long stream of true facts, take notes, answer at the end.
+
+The horizon is a parameter: ``pages``, or ``tokens`` from which pages follow. Page k is computed
+from the episode's key and k alone, so a million-token episode costs no more memory than a short
+one. `docs/environments.md` tells the rules and what the brief style simplifies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any, Literal
+
+from ..configs.errors import UserError
+from .base import Observation, Step, ToolEnv, tool
+from .text import Fact, fact_table
+from .types import Message
+
+COMMANDS = ("next", "note", "answer")
+RESERVED = frozenset({*COMMANDS, "go", "user", "tool", "assistant", "system"})
+
+_INSTRUCTIONS = (
+    "You are reading an archive of {pages} pages; each lists facts about names found in {text}. "
+    "Pages cannot be turned back. Some facts are starred (*): note each of them when you see it. "
+    "After the last page you are asked in which place the name of one starred fact from the first "
+    "half of the archive was found; the same name may also be found elsewhere, so what counts is "
+    "the fact you were shown. Reply with exactly one command per turn:\n"
+    "next - turn to the next page\n"
+    "note NAME PLACE - write down a starred fact, then turn to the next page\n"
+    "answer PLACE - answer the question; this ends the episode\n"
+    "Anything else ends the episode without reward. Reply with: next"
+)
+
+
+class Archive(ToolEnv):
+    """Long-horizon recall over real text; reward 1 for a noted and rightly answered fact, else 0.
+
+    ``sources`` and ``names`` (None: all there are) set the alphabet that `fact_table` chooses
+    from ``text``: every name is found in ``min_sources`` places or more, so that the answer
+    cannot be known without having read the episode. ``chance`` is the success of the best guess
+    of an agent that notes every starred fact and then forgets.
+    """
+
+    def __init__(
+        self,
+        *,
+        pages: int | None = None,
+        tokens: int | None = None,
+        records_per_page: int = 2,
+        sources: int | None = 8,
+        names: int | None = 16,
+        min_sources: int = 4,
+        text: str = "stdlib",
+        style: Literal["brief", "full"] = "brief",
+        require_note: bool = True,
+    ) -> None:
+        if style not in ("brief", "full"):
+            raise UserError(f"archive-v0: style must be brief or full, got {style!r}")
+        if pages is not None and tokens is not None:
+            raise UserError("archive-v0: give pages or tokens, not both")
+        for field, value, least in (
+            ("pages", pages, 1),
+            ("tokens", tokens, 64),
+            ("records_per_page", records_per_page, 1),
+            ("sources", sources, 2),
+            ("names", names, 4),
+            ("min_sources", min_sources, 1),
+        ):
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise UserError(
+                    f"archive-v0: {field} must be an integer of at least {least}, got {value!r}"
+                )
+        self.table = fact_table(
+            text,
+            sources=sources,
+            names=names,
+            min_sources=min_sources,
+            plain=style == "brief",
+            reserved=RESERVED,
+        )
+        self.records_per_page = records_per_page
+        self.style = style
+        self.require_note = require_note
+        self._key = 0
+        self._names: list[str] = []  # this episode's names; the starred ones come first
+        self._page = -1
+        self._notes: dict[str, str] = {}
+        self._question: Fact | None = None
+        self._set_pages(pages if pages is not None else 8)
+        if tokens is not None:
+            self._set_pages(self._pages_for(tokens))
+
+    @property
+    def chance(self) -> float:
+        """Success of the best memoryless guess (see the class)."""
+        return self.table.chance
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every word of the brief style; a tokenizer should keep each of them whole."""
+        return ("go", *COMMANDS, "*", "?", *self.table.sources, *self.table.names)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        self._open(self.draw_key())
+        if self.style == "brief":
+            return (Message("user", " go"),), {}
+        instructions = _INSTRUCTIONS.format(pages=self.pages, text=self.table.folder)
+        return (Message("user", instructions),), {}
+
+    @tool
+    def next(self) -> Step:
+        """Turn the page."""
+        if self._question is not None:
+            return self.finish(0.0)
+        return self._turn()
+
+    @tool
+    def note(self, name: str, source: str) -> Step:
+        """Write a fact down, then turn the page; a second note of a name replaces the first."""
+        if self._question is not None:
+            return self.finish(0.0)
+        if name in self.table.facts:
+            self._notes[name] = source
+        return self._turn()
+
+    @tool
+    def answer(self, source: str) -> Step:
+        """Answer the question; before it is asked, this ends the episode with 0."""
+        asked = self._question
+        if asked is None or source != asked.source:
+            return self.finish(0.0)
+        noted = self._notes.get(asked.name) == asked.source
+        return self.finish(1.0 if noted or not self.require_note else 0.0)
+
+    def on_invalid(self, action: str) -> Step:
+        return self.finish(0.0)
+
+    def expert(self) -> str:
+        if self._question is not None:
+            action = f"answer {self._question.source}"
+        else:
+            fact = self._starred(self._page) if self._page >= 0 else None
+            action = f"note {fact.name} {fact.source}" if fact else "next"
+        return f" {action}" if self.style == "brief" else action
+
+    # -- what an episode holds ---------------------------------------------------------------
+
+    def page(self, number: int) -> tuple[Fact | None, tuple[Fact, ...]]:
+        """The starred fact of a page, if it has one, and its other facts."""
+        starred = self._starred(number)
+        rng = self._rng("page", number)
+        names = self._names[self._num_starred :]
+        others = rng.sample(names, self.records_per_page - (starred is not None))
+        return starred, tuple(rng.choice(self.table.facts[name]) for name in others)
+
+    def _set_pages(self, pages: int) -> None:
+        """Fix the horizon: one starred fact per block of pages, blocks of 2 where names allow."""
+        names = len(self.table.names)
+        most = names // 2
+        self.pages = pages
+        self._half = -(-pages // 2)
+        self._block = max(min(2, self._half), -(-pages // most))
+        self._num_starred = -(-pages // self._block)
+        if names - self._num_starred < self.records_per_page:
+            raise UserError(
+                f"archive-v0: records_per_page={self.records_per_page} needs more than "
+                f"{names} names; raise names or lower records_per_page"
+            )
+
+    def _pages_for(self, tokens: int) -> int:
+        """Pages that fill about ``tokens`` tokens, chat format and replies included."""
+        self._open(0)
+        # Per page: role and delimiters of two messages (7), the reply and its stop token.
+        sample = [self._render_page(k) for k in range(min(self.pages, 16))]
+        if self.style == "brief":
+            fixed = 24
+            per_page = sum(len(page.split()) for page in sample) / len(sample) + 7 + 3
+        else:
+            fixed = 24 + len(_INSTRUCTIONS) // 4
+            per_page = sum(len(page) for page in sample) / len(sample) / 4 + 7 + 8
+        pages = int((tokens - fixed) / per_page)
+        if pages < 1:
+            raise UserError(
+                f"archive-v0: tokens={tokens} is too short; a page takes about {per_page:.0f} "
+                f"and the frame {fixed}"
+            )
+        return pages
+
+    def _open(self, key: int) -> None:
+        self._key = key
+        self._page = -1
+        self._notes = {}
+        self._question = None
+        self._names = self._rng("names").sample(self.table.names, len(self.table.names))
+
+    def _rng(self, *parts: str | int) -> random.Random:
+        """A generator for one part of the episode, independent of every other part."""
+        text = ":".join(str(part) for part in (self._key, *parts))
+        return random.Random(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+    def _starred_page(self, block: int) -> int:
+        return block * self._block + self._rng("star", block).randrange(self._block)
+
+    def _starred(self, number: int) -> Fact | None:
+        block = number // self._block
+        if number != self._starred_page(block):
+            return None
+        return self._rng("fact", block).choice(self.table.facts[self._names[block]])
+
+    def _draw_question(self) -> Fact:
+        """A starred fact, uniformly from those on the first half of the pages."""
+        blocks, rest = divmod(self._half, self._block)
+        if rest and self._starred_page(blocks) < self._half:
+            blocks += 1
+        number = self._starred_page(self._rng("question").randrange(blocks))
+        fact = self._starred(number)
+        assert fact is not None
+        return fact
+
+    # -- what the policy sees ----------------------------------------------------------------
+
+    def _turn(self) -> Step:
+        self._page += 1
+        if self._page < self.pages:
+            return self.reply(self._render_page(self._page))
+        self._question = self._draw_question()
+        name = self._question.name
+        if self.style == "brief":
+            return self.reply(f" ? {name}")
+        return self.reply(f"Question: in which place was the starred {name} found?")
+
+    def _render_page(self, number: int) -> str:
+        starred, others = self.page(number)
+        if self.style == "brief":
+            words = ["*"] if starred else []
+            for fact in (starred, *others) if starred else others:
+                words += [fact.name, fact.source]
+            return "".join(f" {word}" for word in words)
+        lines = [f"Page {number + 1} of {self.pages}"]
+        lines += [f"* {_describe(starred)}"] if starred else []
+        lines += [f"  {_describe(fact)}" for fact in others]
+        return "\n".join(lines)
+
+
+def _describe(fact: Fact) -> str:
+    """One readable line, e.g. ``def loads in json: Deserialize a document.``"""
+    line = f"{fact.kind} {fact.name} in {fact.source}"
+    return f"{line}: {fact.doc}" if fact.doc else line

@@ -1,0 +1,149 @@
+"""The environment contract: messages in, text out, in gymnasium's reset/step form."""
+
+from __future__ import annotations
+
+import inspect
+import string
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from .types import Message, Role, Task
+
+Observation = tuple[Message, ...]
+Step = tuple[Observation, float, bool, bool, dict[str, Any]]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class MessageSpace(spaces.Space[Observation]):
+    """All tuples of `Message`; the observation space of every `MessageEnv`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def sample(self, mask: Any = None, probability: Any = None) -> Observation:
+        """One short user message of random letters."""
+        letters = self.np_random.choice(list(string.ascii_lowercase), size=8)
+        return (Message("user", "".join(letters)),)
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, tuple) and all(isinstance(m, Message) for m in x)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MessageSpace)
+
+    def __repr__(self) -> str:
+        return "MessageSpace()"
+
+
+class MessageEnv(gymnasium.Env[Observation, str]):
+    """Base of all environments; they know messages, never tokens.
+
+    A subclass implements `reset` (calling ``super().reset(seed=seed, options=options)`` first,
+    which seeds ``self.np_random`` and sets ``self.task``) and `step`. Both return only the NEW
+    messages. An episode is a success when its total reward reaches ``success_threshold``.
+    """
+
+    success_threshold: ClassVar[float] = 1.0
+
+    observation_space = MessageSpace()
+    action_space = spaces.Text(max_length=256, min_length=0, charset=string.printable)
+    task: Task | None = None
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Start an episode; ``options={"task": Task(...)}`` names the problem to solve.
+
+        Without ``seed`` the task's seed is used, and without both the generator goes on.
+        """
+        self.task = (options or {}).get("task")
+        if seed is None and self.task is not None:
+            seed = self.task.seed
+        super().reset(seed=seed)
+        return (), {}
+
+    def step(self, action: str) -> Step:
+        """Answer the policy's text."""
+        raise NotImplementedError
+
+    def expert(self) -> str:
+        """The right next action in the current state, for demonstrations and checks; optional."""
+        raise NotImplementedError(f"{type(self).__name__} has no expert")
+
+    @classmethod
+    def has_expert(cls) -> bool:
+        """Whether the class offers `expert`."""
+        return cls.expert is not MessageEnv.expert
+
+    def reply(
+        self,
+        content: str,
+        *,
+        reward: float = 0.0,
+        terminated: bool = False,
+        truncated: bool = False,
+        role: Role = "tool",
+    ) -> Step:
+        """The step result that shows one message."""
+        return (Message(role, content),), reward, terminated, truncated, {}
+
+    def finish(self, reward: float) -> Step:
+        """The step result that ends the episode without a further message."""
+        return (), reward, True, False, {}
+
+    def draw_key(self) -> int:
+        """A 63-bit integer from ``self.np_random``: the identity of a generated episode."""
+        return int(self.np_random.integers(2**63 - 1, dtype=np.int64))
+
+
+def tool(method: _Method) -> _Method:
+    """Mark a public method of a `ToolEnv` as a tool; its positional parameters are words."""
+    method.__is_tool__ = True  # type: ignore[attr-defined]
+    return method
+
+
+class ToolEnv(MessageEnv):
+    """An environment whose actions are tool calls in plain text: ``name arg1 arg2 ...``.
+
+    A tool returns a string (shown as a tool message, reward 0) or a whole `Step`. It takes words
+    as strings; ``*words`` takes any number. Unknown tools and wrong arity go to `on_invalid`.
+    """
+
+    _tools: ClassVar[dict[str, inspect.Signature]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._tools = {
+            name: inspect.signature(member)
+            for name, member in inspect.getmembers(cls, inspect.isfunction)
+            if getattr(member, "__is_tool__", False) and not name.startswith("_")
+        }
+
+    @classmethod
+    def usage(cls) -> tuple[str, ...]:
+        """One line per tool, e.g. ``note NAME SOURCE``."""
+        return tuple(
+            " ".join([name, *(p.upper() for p in list(signature.parameters)[1:])])
+            for name, signature in cls._tools.items()
+        )
+
+    def step(self, action: str) -> Step:
+        name, *arguments = action.split() or [""]
+        signature = self._tools.get(name)
+        if signature is None:
+            return self.on_invalid(action)
+        try:
+            signature.bind(self, *arguments)
+        except TypeError:
+            return self.on_invalid(action)
+        result = getattr(self, name)(*arguments)
+        return self.reply(result) if isinstance(result, str) else result
+
+    def on_invalid(self, action: str) -> Step:
+        """Called for text that is no tool call; by default the tools are listed and it goes on."""
+        return self.reply("invalid action; tools: " + ", ".join(self.usage()))

@@ -1,0 +1,226 @@
+"""True facts from a folder of real text: which name stands in which file.
+
+A Python file gives its ``def`` and ``class`` names (methods included), any other text file its
+words. A folder is read as code when most of its readable files are Python, else as text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ..configs.errors import UserError
+
+TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".org", ".tex"})
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "node_modules"}
+)
+MAX_FILE_BYTES = 1 << 20  # larger files are tables, not prose or code
+MAX_RANKED_NAMES = 512  # most frequent names that decide which sources are chosen
+MAX_TOTAL_BYTES = 64 << 20  # a folder is read in sorted order up to here
+
+# Strings and comments come first so that a "def" inside them is never taken for a definition.
+_CODE = re.compile(
+    r'"""[\s\S]*?"""|\'\'\'[\s\S]*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*'
+    r"|^[ \t]*(?:async[ \t]+)?(?P<kind>def|class)[ \t]+(?P<name>[A-Za-z_]\w*)"
+    r'(?:[^\n]*:[ \t]*\n[ \t]+[rR]?"""[ \t]*(?P<doc>[^\n"]*)[^"]*""")?',
+    re.MULTILINE,
+)
+_WORD = re.compile(r"[^\W\d_]{3,}")
+_PLAIN = re.compile(r"[a-z]{2,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """``name`` stands in the file ``path`` (relative to the folder), which is called ``source``.
+
+    ``kind`` is ``def``, ``class`` or ``word``; ``doc`` is the first docstring line, if any.
+    """
+
+    name: str
+    source: str
+    kind: str
+    doc: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class FactTable:
+    """A closed alphabet: every one of ``names`` has facts in several of ``sources``."""
+
+    folder: str
+    sources: tuple[str, ...]
+    names: tuple[str, ...]
+    facts: dict[str, tuple[Fact, ...]]  # by name, in the order of sources
+
+    @property
+    def chance(self) -> float:
+        """Success of the best guess of a source from the name alone, all facts equally likely."""
+        return sum(1 / len(self.facts[name]) for name in self.names) / len(self.names)
+
+
+def fact_table(
+    text: str,
+    *,
+    sources: int | None,
+    names: int | None,
+    min_sources: int,
+    plain: bool,
+    reserved: frozenset[str] = frozenset(),
+) -> FactTable:
+    """Choose an alphabet from a folder; deterministic, and cached for the life of the process.
+
+    ``sources`` files are chosen greedily for how many names they share, then the ``names`` names
+    found in most of them, each in at least ``min_sources``; None takes all there are. ``plain``
+    restricts to lower-case words that a tokenizer keeps whole; ``reserved`` words are left out.
+    ``UserError`` names the folder and what was missing.
+    """
+    folder = Path(sysconfig.get_path("stdlib") if text == "stdlib" else text).expanduser()
+    return _choose(str(folder), sources, names, min_sources, plain, reserved)
+
+
+@lru_cache(maxsize=16)
+def _choose(
+    folder: str,
+    num_sources: int | None,
+    num_names: int | None,
+    min_sources: int,
+    plain: bool,
+    reserved: frozenset[str],
+) -> FactTable:
+    corpus = _by_source(read_folder(folder), plain, num_sources, reserved)
+    degree = Counter(name for facts in corpus.values() for name in facts)
+    shared = {
+        source: {n for n in facts if degree[n] >= min_sources} for source, facts in corpus.items()
+    }
+    chosen = sorted(corpus) if num_sources is None else _dense(shared, num_sources, min_sources)
+    wanted = len(chosen) if num_sources is None else num_sources
+    if len(chosen) < max(wanted, min_sources):
+        raise UserError(
+            f"text folder {folder}: {len(chosen)} usable files, but sources="
+            f"{max(wanted, min_sources)} are needed; name a larger folder or lower sources"
+        )
+    count = Counter(n for source in chosen for n in shared[source] if n not in chosen)
+    found = sorted((n for n in count if count[n] >= min_sources), key=lambda n: (-count[n], n))
+    if len(found) < max(num_names or 4, 4):
+        raise UserError(
+            f"text folder {folder}: {len(found)} names stand in at least {min_sources} of the "
+            f"{len(chosen)} chosen files, but names={max(num_names or 4, 4)} are needed; name a "
+            "larger folder, or lower names or min_sources"
+        )
+    kept = sorted(found[:num_names])
+    facts = {n: tuple(corpus[s][n] for s in chosen if n in corpus[s]) for n in kept}
+    return FactTable(folder, tuple(chosen), tuple(kept), facts)
+
+
+def _dense(shared: dict[str, set[str]], num_sources: int, min_sources: int) -> list[str]:
+    """The sources among which most names are found ``min_sources`` times; greedy, few starts."""
+    degree = Counter(name for names in shared.values() for name in names)
+    common = set(sorted(degree, key=lambda n: (-degree[n], n))[:MAX_RANKED_NAMES])
+    ranked = {source: names & common for source, names in shared.items()}
+    pool = sorted(ranked, key=lambda s: (-len(ranked[s]), s))[: max(64, 2 * num_sources)]
+    best: tuple[int, list[str]] = (-1, [])
+    for start in pool[:16]:
+        chosen, count = [start], Counter(ranked[start])
+        while len(chosen) < min(num_sources, len(pool)):
+            rest = [s for s in pool if s not in chosen]
+            gain = {s: sum(min(count[n], min_sources) ** 2 for n in ranked[s]) for s in rest}
+            chosen.append(max(rest, key=lambda s: gain[s]))
+            count.update(ranked[chosen[-1]])
+        found = sum(c >= min_sources for c in count.values())
+        if found > best[0]:
+            best = (found, chosen)
+    return sorted(best[1])
+
+
+def _by_source(
+    facts: tuple[Fact, ...], plain: bool, num_sources: int | None, reserved: frozenset[str]
+) -> dict[str, dict[str, Fact]]:
+    """Facts by source and name.
+
+    A plain source is one word: the top-level module, package or folder, or, where there are too
+    few of those, the file's own name; if all else fails also names that are no plain words.
+    """
+    corpus: dict[str, dict[str, Fact]] = {}
+    if not plain:
+        for fact in facts:
+            corpus.setdefault(fact.source, {}).setdefault(fact.name, fact)
+        return corpus
+    for part, any_word in ((0, False), (-1, False), (-1, True)):
+        corpus = {}
+        for fact in facts:
+            word = re.sub(r"\W+", "_", fact.source.split(".")[part].lower())
+            if word in reserved or not (any_word or _PLAIN.fullmatch(word)):
+                continue
+            if fact.name not in reserved and (fact.kind == "word" or _PLAIN.fullmatch(fact.name)):
+                short = Fact(fact.name, word, fact.kind, fact.doc, fact.path)
+                corpus.setdefault(word, {}).setdefault(fact.name, short)
+        if len(corpus) >= (num_sources or 4):
+            break
+    return corpus
+
+
+@lru_cache(maxsize=4)
+def read_folder(folder: str) -> tuple[Fact, ...]:
+    """All facts of a folder, sorted by path; tests, hidden and vendored folders are skipped."""
+    if not Path(folder).is_dir():
+        raise UserError(f"text folder {folder}: no such folder")
+    paths = _list_files(folder)
+    code = [p for p in paths if p.endswith(".py")]
+    prose = [p for p in paths if not p.endswith(".py")]
+    chosen = code if len(code) >= len(prose) else prose
+    if not chosen:
+        raise UserError(
+            f"text folder {folder}: no readable text in it; wanted .py or "
+            f"{' '.join(sorted(TEXT_SUFFIXES))} files"
+        )
+    facts: list[Fact] = []
+    total = 0
+    for path in chosen:
+        content = Path(folder, path).read_bytes()
+        total += len(content)
+        if total > MAX_TOTAL_BYTES:
+            break
+        decoded = content.decode("utf-8", errors="replace")
+        facts.extend(_code_facts(path, decoded) if chosen is code else _word_facts(path, decoded))
+    return tuple(facts)
+
+
+def _list_files(folder: str) -> list[str]:
+    """Relative paths of readable text files, sorted."""
+    found = []
+    for root, folders, files in os.walk(folder):
+        folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS and f[0] not in "._"]
+        for name in files:
+            path = os.path.join(root, name)
+            if os.path.splitext(name)[1].lower() not in TEXT_SUFFIXES | {".py"}:
+                continue
+            readable = os.path.isfile(path) and os.access(path, os.R_OK)
+            if readable and os.path.getsize(path) <= MAX_FILE_BYTES:
+                found.append(os.path.relpath(path, folder))
+    return sorted(found)
+
+
+def _code_facts(path: str, content: str) -> list[Fact]:
+    parts = path[: -len(".py")].split(os.sep)
+    if parts[-1] == "__init__" and len(parts) > 1:
+        parts.pop()
+    source = ".".join(parts)
+    seen: dict[str, Fact] = {}
+    for match in _CODE.finditer(content):
+        name = match["name"]
+        if name is not None and not name.startswith("_") and name not in seen:
+            doc = (match["doc"] or "").strip()
+            seen[name] = Fact(name, source, match["kind"], doc, path)
+    return list(seen.values())
+
+
+def _word_facts(path: str, content: str) -> list[Fact]:
+    source = os.path.splitext(path)[0].replace(os.sep, ".")
+    words = sorted({w.lower() for w in _WORD.findall(content)})
+    return [Fact(word, source, "word", "", path) for word in words]
