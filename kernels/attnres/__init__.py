@@ -1,0 +1,90 @@
+"""Block attention residuals: a softmax mixture over depth (arXiv:2603.15031, K3 report 2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["mix", "naive_mix"]
+
+
+def naive_mix(
+    sources: Sequence[torch.Tensor],
+    query: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """`mix` written from its formula, differentiated by autograd: the specification."""
+    stacked = torch.stack([_wide(s) for s in sources])  # [m, ..., D]
+    direction = (_wide(query) * _wide(norm_weight)).flatten()
+    inverse = torch.rsqrt(stacked.square().mean(-1) + eps)
+    weights = torch.softmax((stacked @ direction) * inverse, 0)
+    return (weights[..., None] * stacked).sum(0).to(sources[0].dtype)
+
+
+def mix(
+    sources: Sequence[torch.Tensor],
+    query: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Softmax mixture of ``sources``, each ``[..., D]``, by normalised similarity to one query.
+
+    ``score_i = sum_c n_c w_c v_ic rsqrt(mean(v_i^2) + eps)``; ``query`` is w (``[D]`` or
+    ``[1, D]``), ``norm_weight`` n ``[D]``. Scores, softmax and values are fp32 (fp64 for fp64),
+    the result has the sources' dtype. A zero query gives the plain average.
+    """
+    return _Mix.apply(query, norm_weight, eps, *sources)
+
+
+class _Mix(torch.autograd.Function):
+    """Recomputes the mixture in backward, so that nothing but its inputs is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, norm: torch.Tensor, eps: float, *sources: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(query, norm, *sources)
+        ctx.eps = eps
+        _, _, weights, out = _mixture(query, norm, eps, sources)
+        return out.to(sources[0].dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, norm, *sources = ctx.saved_tensors
+        direction, inverse, weights, out = _mixture(query, norm, ctx.eps, sources)
+        grad = _wide(upstream[0])
+        along_out = (grad * out).sum(-1)
+        d_direction = torch.zeros_like(direction)
+        d_sources = []
+        for source, rs, p in zip(sources, inverse, weights, strict=True):
+            v = _wide(source)
+            d_score = p * ((grad * v).sum(-1) - along_out)  # [...]
+            scaled = d_score * rs
+            score = (v @ direction) * rs
+            d_direction = d_direction + scaled.flatten() @ v.flatten(0, -2)
+            pull = scaled[..., None] * direction - (scaled * score * rs / v.shape[-1])[..., None] * v
+            d_sources.append((p[..., None] * grad + pull).to(source.dtype))
+        wide_query, wide_norm = _wide(query).flatten(), _wide(norm)
+        d_query = (d_direction * wide_norm).view(query.shape).to(query.dtype)
+        d_norm = (d_direction * wide_query).to(norm.dtype)
+        return d_query, d_norm, None, *d_sources
+
+
+def _mixture(
+    query: torch.Tensor, norm: torch.Tensor, eps: float, sources: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    direction = (_wide(query) * _wide(norm)).flatten()
+    wide = [_wide(s) for s in sources]
+    inverse = [torch.rsqrt(v.square().mean(-1) + eps) for v in wide]
+    weights = torch.softmax(
+        torch.stack([(v @ direction) * rs for v, rs in zip(wide, inverse, strict=True)]), 0
+    )
+    out = weights[0][..., None] * wide[0]
+    for v, p in zip(wide[1:], weights[1:], strict=True):
+        out = torch.addcmul(out, v, p[..., None])
+    return direction, inverse, weights, out
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,109 @@
+"""Kimi Delta Attention: gate, chunked form for training and prefill, recurrent form for decode."""
+
+from __future__ import annotations
+
+import torch
+
+from .chunk import chunk_kda_torch
+from .naive import kda_gate, naive_kda, prepare, sequence_bounds
+
+__all__ = ["chunk_kda", "kda_gate", "naive_kda", "recurrent_kda"]
+
+
+def chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    lower_bound: float | None = -5.0,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Delta-rule attention with channel-wise decay over packed or batched sequences.
+
+    ``q, k [B, T, H, K]``, ``v [B, T, H, V]``, ``g [B, T, H, K]`` log decay (or its logit with
+    ``use_gate_in_kernel``, then ``A_log [H]`` and ``dt_bias [H * K]``), ``beta [B, T, H]`` (or its
+    logit with ``use_beta_sigmoid_in_kernel``). ``cu_seqlens [N + 1]`` packs N sequences in one row
+    (B = 1). ``initial_state [N, H, K, V]``. Returns ``o [B, T, H, V]`` in v's dtype and the final
+    state, fp32 or wider, or None. ``scale`` is ``K ** -0.5`` by default. Differentiable in every
+    floating input. ValueError names a shape or ``cu_seqlens`` that does not fit, or a
+    ``lower_bound`` outside [-5, 0) (None is the unbounded gate).
+    """
+    if lower_bound is not None and not -5.0 <= lower_bound < 0:
+        raise ValueError(f"lower_bound must lie in [-5, 0) or be None, got {lower_bound}")
+    qw, kw, vw, gw, bw = prepare(
+        q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, lower_bound=lower_bound,
+    )
+    batch, length = q.shape[:2]
+    bounds = tuple(sequence_bounds(batch, length, cu_seqlens))
+    _check_state(initial_state, len(bounds) - 1, qw, vw)
+    out, final = chunk_kda_torch(
+        *(x.flatten(0, 1) for x in (qw, kw, vw, gw, bw)),
+        initial_state, bounds, bounded=lower_bound is not None,
+    )
+    return out.view(vw.shape).to(v.dtype), final if output_final_state else None
+
+
+def recurrent_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    lower_bound: float | None = -5.0,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`chunk_kda` step by step, all sequences of a batch at once: the decode form."""
+    batch, length, heads, width = q.shape
+    if cu_seqlens is not None or initial_state is None:
+        return naive_kda(
+            q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, scale=scale,
+            initial_state=initial_state, output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, lower_bound=lower_bound,
+            cu_seqlens=cu_seqlens,
+        )
+    qw, kw, vw, gw, bw = prepare(
+        q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, lower_bound=lower_bound,
+    )
+    _check_state(initial_state, batch, qw, vw)
+    state = initial_state.to(qw.dtype).flatten(0, 1)  # [B * H, K, V]
+    outputs = []
+    for t in range(length):
+        qt, kt, vt = (x[:, t].reshape(batch * heads, 1, -1) for x in (qw, kw, vw))
+        state = state * gw[:, t].reshape(batch * heads, width, 1).exp()
+        error = (vt - torch.bmm(kt, state)) * bw[:, t].reshape(-1, 1, 1)
+        state = torch.baddbmm(state, kt.transpose(1, 2), error)
+        outputs.append(torch.bmm(qt, state).view(batch, heads, -1))
+    final = state.view(batch, heads, width, -1)
+    return torch.stack(outputs, 1).to(v.dtype), final if output_final_state else None
+
+
+def _check_state(
+    state: torch.Tensor | None, sequences: int, q: torch.Tensor, v: torch.Tensor
+) -> None:
+    shape = (sequences, q.shape[2], q.shape[3], v.shape[3])
+    if state is not None and tuple(state.shape) != shape:
+        raise ValueError(f"initial_state has shape {tuple(state.shape)}, expected {shape}")

@@ -1,0 +1,140 @@
+"""Kimi Delta Attention, token by token: the specification every other form is tested against.
+
+State S [K, V] per head, log decay g_t [K] in [lower_bound, 0], write strength beta_t:
+    S <- Diag(exp(g_t)) S;  S <- S + beta_t k_t (v_t - S^T k_t)^T;  o_t = S^T (scale q_t)
+(Kimi K3 report 2.1.1; Kimi Linear, arXiv:2510.26692, eq. 1.)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def kda_gate(
+    z: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    lower_bound: float | None = -5.0,
+) -> torch.Tensor:
+    """Log decay of every channel from its logit, in fp32 or wider.
+
+    ``z [B, T, H, K]``, ``A_log [H]``, ``dt_bias [H * K]`` -> ``[B, T, H, K]``. The bounded gate is
+    ``lower_bound * sigmoid(exp(A) (z + dt_bias))`` (Kimi K3 report 2.1.1); ``None`` selects the
+    unbounded ``-exp(A) softplus(z + dt_bias)`` of Kimi Linear.
+    """
+    heads, width = z.shape[-2:]
+    z = widen(z) + dt_bias.view(heads, width)
+    rate = A_log.to(z.dtype).exp()[:, None]
+    if lower_bound is None:
+        return -rate * F.softplus(z)
+    return lower_bound * torch.sigmoid(rate * z)
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in fp32, or as it is when it is fp64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    scale: float | None,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    lower_bound: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Wide inputs of the bare recurrence: normalised and scaled q, k, v, log decay, beta."""
+    check_shapes(q, k, v, g, beta)
+    q, k, v, beta = widen(q), widen(k), widen(v), widen(beta)
+    if use_gate_in_kernel:
+        if A_log is None or dt_bias is None:
+            raise ValueError("use_gate_in_kernel=True needs A_log and dt_bias")
+        g = kda_gate(g, A_log, dt_bias, lower_bound)
+    else:
+        g = widen(g)
+    if use_beta_sigmoid_in_kernel:
+        beta = beta.sigmoid()
+    if use_qk_l2norm_in_kernel:
+        q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6)
+        k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
+    return q * (q.shape[-1] ** -0.5 if scale is None else scale), k, v, g, beta
+
+
+def check_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> None:
+    """``q, k, g [B, T, H, K]``, ``v [B, T, H, V]``, ``beta [B, T, H]``; ValueError names the one
+    that does not fit."""
+    for name, x in (("k", k), ("g", g)):
+        if x.shape != q.shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {tuple(q.shape)}")
+    for name, shape in (("v", v.shape[:-1]), ("beta", beta.shape)):
+        if shape != q.shape[:-1]:
+            raise ValueError(f"{name} has shape {tuple(shape)}, expected {tuple(q.shape[:-1])}")
+
+
+def sequence_bounds(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[int]:
+    """Start offsets of the sequences in the flattened ``[B * T]`` token order, with the end."""
+    if cu_seqlens is None:
+        return list(range(0, batch * length + 1, length)) if length else [0] * (batch + 1)
+    if batch != 1:
+        raise ValueError(f"cu_seqlens needs batch size 1, got {batch}")
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+        raise ValueError(f"cu_seqlens must rise from 0 to {length}, got {bounds}")
+    return bounds
+
+
+def naive_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    lower_bound: float | None = -5.0,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The recurrence, one token after another, in fp32 or fp64.
+
+    Arguments and result as `farhorizon.kernels.kda.chunk_kda`.
+    """
+    dtype = v.dtype
+    qw, kw, vw, gw, bw = prepare(
+        q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, lower_bound=lower_bound,
+    )
+    batch, length, heads, width = qw.shape
+    bounds = sequence_bounds(batch, length, cu_seqlens)
+    qf, kf, vf, gf, bf = (x.reshape(batch * length, heads, -1) for x in (qw, kw, vw, gw, bw))
+    outputs, finals = [], []
+    for n, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if initial_state is None:
+            state = qf.new_zeros(heads, width, vf.shape[-1])
+        else:
+            state = initial_state[n].to(qf.dtype)
+        for t in range(start, end):
+            state = state * gf[t].exp()[..., None]
+            error = vf[t] - torch.einsum("hk,hkv->hv", kf[t], state)
+            state = state + torch.einsum("hk,hv->hkv", bf[t] * kf[t], error)
+            outputs.append(torch.einsum("hk,hkv->hv", qf[t], state))
+        finals.append(state)
+    out = torch.stack(outputs).view(batch, length, heads, -1) if outputs else vw
+    return out.to(dtype), torch.stack(finals) if output_final_state else None

@@ -1,0 +1,72 @@
+"""Quantile Balancing: the next routing bias from a pooled histogram (K3 report 2.3.3, app. C-D)."""
+
+from __future__ import annotations
+
+import torch
+
+from .route import route
+
+NUM_BINS = 1000
+
+
+class QuantileHistogram:
+    """Counts required biases ``cutoff - score`` per expert and solves for their k/E quantile.
+
+    The bins span [min(bias) - 1, max(bias) + 1], which holds every required bias since scores lie
+    in (0, 1); the answer is exact to one bin width. ``counts`` [E, NUM_BINS] int32 and ``tokens``
+    [1] int64 may be summed in place over data-parallel ranks before `solve`.
+    """
+
+    def __init__(self, bias: torch.Tensor, k: int) -> None:
+        self.k = k
+        self.bias = bias.detach().float().clone()
+        self.low = bias.min().float() - 1.0
+        self.width = (bias.max().float() + 1.0 - self.low) / NUM_BINS
+        self.counts = torch.zeros(len(bias), NUM_BINS, dtype=torch.int32, device=bias.device)
+        self.tokens = torch.zeros(1, dtype=torch.int64, device=bias.device)
+
+    def add(
+        self,
+        scores: torch.Tensor,
+        valid: torch.Tensor | None = None,
+        cutoff: torch.Tensor | None = None,
+    ) -> None:
+        """Count the tokens of ``scores [T, E]`` where ``valid [T]``; ``cutoff [T]`` is `route`'s,
+        computed here if the caller does not have it."""
+        if valid is not None:
+            scores, cutoff = scores[valid], None if cutoff is None else cutoff[valid]
+        scores = scores.detach()
+        self.tokens += len(scores)
+        if self.k == len(self.bias):
+            return  # every expert takes every token: nothing to balance
+        if cutoff is None:
+            cutoff = route(scores, self.bias, self.k)[2]
+        required = cutoff[:, None] - scores
+        bins = ((required - self.low) / self.width).floor().clamp_(0, NUM_BINS - 1).long()
+        flat = bins + torch.arange(scores.shape[1], device=bins.device) * NUM_BINS
+        counts = torch.bincount(flat.flatten(), minlength=self.counts.numel())
+        self.counts += counts.view_as(self.counts).to(torch.int32)
+
+    def merge(self, other: QuantileHistogram) -> None:
+        """Pool the counts of another shard of the same step."""
+        if not torch.equal(self.low, other.low) or not torch.equal(self.width, other.width):
+            raise ValueError("histograms of different biases cannot be merged")
+        self.counts += other.counts
+        self.tokens += other.tokens
+
+    def solve(self) -> torch.Tensor:
+        """The next bias ``[E]`` fp32, mean zero: per expert the value below which a share k/E of
+        the required biases lies. ValueError if nothing was counted."""
+        if int(self.tokens) == 0:
+            raise ValueError("no token was counted")
+        if self.k == len(self.bias):
+            return self.bias - self.bias.mean()
+        rank = self.tokens.double() * self.k / len(self.counts)  # need not be whole
+        total = self.counts.double().cumsum(1)
+        index = torch.searchsorted(total, rank.expand(len(total), 1).contiguous())
+        index = index.clamp_(max=NUM_BINS - 1)
+        inside = self.counts.double().gather(1, index)
+        before = total.gather(1, index) - inside
+        part = ((rank - before) / inside.clamp(min=1)).clamp_(0, 1)
+        bias = self.low.double() + (index[:, 0].double() + part[:, 0]) * self.width.double()
+        return (bias - bias.mean()).float()

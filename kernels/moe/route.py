@@ -1,0 +1,31 @@
+"""Top-k routing by biased scores, mixed by unbiased ones (K3 report 2.3)."""
+
+from __future__ import annotations
+
+import torch
+
+
+def route(
+    scores: torch.Tensor, bias: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Experts, mixing weights and cutoff of every token.
+
+    ``scores [T, E]`` after the sigmoid, ``bias [E]`` *added* for the choice only. Returns
+    ``experts [T, k]`` int64 (ties to the lowest index), ``weights [T, k]`` fp32 or wider (the
+    unbiased scores, renormalised) and ``cutoff [T]``, the biased (k+1)-th score (minus infinity
+    if k = E). Differentiable in ``scores`` through the weights.
+    """
+    num_experts = scores.shape[-1]
+    if not 1 <= k <= num_experts:
+        raise ValueError(f"k must lie in [1, {num_experts}], got {k}")
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    biased = scores.detach() + bias
+    # a stable sort keeps equal scores in index order on every device; topk does not
+    ranked, order = biased.sort(dim=-1, descending=True, stable=True)
+    experts = order[:, :k]
+    if k < num_experts:
+        cutoff = ranked[:, k]
+    else:
+        cutoff = ranked.new_full((len(ranked),), -torch.inf)
+    chosen = scores.gather(-1, experts)
+    return experts, chosen / (chosen.sum(-1, keepdim=True) + 1e-20), cutoff

@@ -1,0 +1,121 @@
+"""Gated multi-head latent attention without positions (Kimi K3 report 2.1.2)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .config import PolicyConfig
+from .packing import Packing
+from .state import LatentCache
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with weight ``[D]``, computed in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = widen(x)
+        return F.rms_norm(wide, x.shape[-1:], self.weight.to(wide.dtype), self.eps).to(x.dtype)
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in fp32, or as it is when it is fp64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class GatedMLA(nn.Module):
+    """Latent attention: full keys in training, absorbed into the latent when decoding.
+
+    The ``rope`` slice of queries and keys is shared by all heads and neither rotated nor normed.
+    """
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__()
+        hidden, self.num_heads = config.hidden_size, config.num_attention_heads
+        self.nope, self.rope, self.value = (
+            config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim,
+        )
+        self.rank, self.scale = config.kv_lora_rank, (self.nope + self.rope) ** -0.5
+
+        def project(n_in: int, n_out: int) -> nn.Linear:
+            return nn.Linear(n_in, n_out, bias=False)
+
+        queries = self.num_heads * (self.nope + self.rope)
+        self.low_rank_query = config.q_lora_rank is not None
+        if config.q_lora_rank is not None:
+            self.q_a_proj = project(hidden, config.q_lora_rank)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_norm_eps)
+            self.q_b_proj = project(config.q_lora_rank, queries)
+        else:
+            self.q_proj = project(hidden, queries)
+        self.kv_a_proj_with_mqa = project(hidden, self.rank + self.rope)
+        self.kv_a_layernorm = RMSNorm(self.rank, config.latent_norm_eps)
+        self.kv_b_proj = project(self.rank, self.num_heads * (self.nope + self.value))
+        self.gated = config.mla_use_output_gate
+        if self.gated:
+            self.g_proj = project(hidden, self.num_heads * self.value)
+        self.o_proj = project(self.num_heads * self.value, hidden)
+
+    def forward(
+        self, x: torch.Tensor, packing: Packing, state: LatentCache | None, past: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``x [T, D]`` -> ``[T, D]``; with ``state`` the new latents are appended after the
+        ``past`` [N] tokens of each sequence."""
+        if self.low_rank_query:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        else:
+            q = self.q_proj(x)
+        q = q.view(len(x), self.num_heads, self.nope + self.rope)
+        latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], -1)
+        latent = self.kv_a_layernorm(latent)
+        if state is None or past is None:
+            out = self._expanded(q, latent, shared, packing)
+        else:
+            out = self._absorbed(q, torch.cat([latent, shared], -1), packing, state, past)
+        if self.gated:
+            out = out * torch.sigmoid(self.g_proj(x))
+        return self.o_proj(out)
+
+    def _expanded(
+        self, q: torch.Tensor, latent: torch.Tensor, shared: torch.Tensor, packing: Packing
+    ) -> torch.Tensor:
+        kv = self.kv_b_proj(latent).view(len(q), self.num_heads, self.nope + self.value)
+        k_nope, v = kv.split([self.nope, self.value], -1)
+        k = torch.cat([k_nope, shared[:, None].expand(-1, self.num_heads, -1)], -1)
+        q, k, v = (packing.pad(t).transpose(1, 2) for t in (q, k, v))
+        # zeros behind a shorter sequence are never seen: attention is causal
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return packing.unpad(out.transpose(1, 2)).flatten(1)
+
+    def _absorbed(
+        self,
+        q: torch.Tensor,
+        entry: torch.Tensor,
+        packing: Packing,
+        state: LatentCache,
+        past: torch.Tensor,
+    ) -> torch.Tensor:
+        position = past[packing.row] + packing.offset
+        length = int(position.max()) + 1
+        state.reserve(length)
+        state.latent[packing.row, position] = entry.to(state.latent.dtype)
+        keys = state.latent[:, :length].to(q.dtype)  # [N, S, rank + rope]
+        weight = self.kv_b_proj.weight.view(self.num_heads, self.nope + self.value, self.rank)
+        q_nope, q_rope = q.split([self.nope, self.rope], -1)
+        absorbed = torch.einsum("thn,hnr->thr", q_nope, weight[:, : self.nope].to(q.dtype))
+        query = packing.pad(torch.cat([absorbed, q_rope], -1))  # [N, L, H, rank + rope]
+        count, longest = query.shape[:2]
+        scores = torch.bmm(query.flatten(1, 2), keys.transpose(1, 2)).view(count, longest, self.num_heads, length)
+        last = past[:, None] + torch.arange(longest, device=q.device)
+        hidden = torch.arange(length, device=q.device) > last[..., None]  # [N, L, S]
+        scores = (widen(scores) * self.scale).masked_fill_(hidden[:, :, None], -torch.inf)
+        weights = scores.softmax(-1).to(q.dtype).view(count, longest * self.num_heads, length)
+        context = torch.bmm(weights, keys[..., : self.rank])
+        context = packing.unpad(context.view(count, longest, self.num_heads, self.rank))
+        return torch.einsum("thr,hvr->thv", context, weight[:, self.nope :].to(q.dtype)).flatten(1)

@@ -1,0 +1,142 @@
+"""Policy configuration: the fields of the published ``config.json``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+
+class PolicyConfig(PretrainedConfig):
+    """Text policy of the Kimi-K3 family; field names and meaning as published.
+
+    ``linear_attn_config`` holds ``num_heads, head_dim, short_conv_kernel_size, use_full_rank_gate,
+    gate_lower_bound`` and the 1-indexed lists ``kda_layers`` and ``full_attn_layers``.
+    ``gate_lower_bound`` None selects the unbounded gate of Kimi-Linear. ``attn_res_block_size``
+    counts transformer layers. Unknown fields are kept and written back.
+    """
+
+    model_type = "kimi_linear"
+
+    vocab_size: int = 163840
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 27
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    rms_norm_eps: float = 1e-5
+    mla_norm_eps: float | None = None  # None: 1e-6, what published checkpoints without it mean
+    max_position_embeddings: int = 1048576
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    mla_use_nope: bool = True
+    mla_use_output_gate: bool = False
+    first_k_dense_replace: int = 1
+    moe_layer_freq: int = 1
+    num_experts: int = 256
+    num_experts_per_token: int = 8
+    num_shared_experts: int = 1
+    moe_intermediate_size: int = 1024
+    routed_expert_hidden_size: int | None = None  # latent width; None: experts work at full width
+    latent_moe_use_norm: bool = False
+    moe_router_activation_func: str = "sigmoid"
+    moe_renormalize: bool = True
+    routed_scaling_factor: float = 1.0
+    use_grouped_topk: bool = True
+    num_expert_group: int = 1
+    topk_group: int = 1
+    hidden_act: str = "silu"
+    activation_situ_beta: float = 4.0
+    activation_situ_linear_beta: float = 25.0
+    attn_res_block_size: int | None = None  # None: plain residual connections
+    num_nextn_predict_layers: int = 0
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    linear_attn_config: dict[str, Any] | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        self._check()
+
+    def _check(self) -> None:
+        linear = self.linear_attn_config
+        if linear is None:
+            raise ValueError("config.json: linear_attn_config is missing")
+        for name in ("num_heads", "head_dim", "short_conv_kernel_size", "kda_layers", "full_attn_layers"):
+            if name not in linear:
+                raise ValueError(f"config.json: linear_attn_config.{name} is missing")
+        listed = sorted([*linear["kda_layers"], *linear["full_attn_layers"]])
+        if listed != list(range(1, self.num_hidden_layers + 1)):
+            raise ValueError(
+                "config.json: linear_attn_config.kda_layers and full_attn_layers must name each "
+                f"layer 1..{self.num_hidden_layers} once, got {listed}"
+            )
+        unsupported = {
+            "moe_router_activation_func": self.moe_router_activation_func != "sigmoid",
+            "moe_renormalize": not self.moe_renormalize,
+            "mla_use_nope": not self.mla_use_nope,
+            "hidden_act": self.hidden_act not in ("situ", "silu"),
+            "num_expert_group": self.num_expert_group != 1,
+            "num_experts_per_token": not 1 <= self.num_experts_per_token <= self.num_experts,
+        }
+        for name, wrong in unsupported.items():
+            if wrong:
+                raise ValueError(f"config.json: {name}={getattr(self, name)!r} is not supported")
+
+    @property
+    def latent_norm_eps(self) -> float:
+        """Epsilon of the two MLA latent norms."""
+        return 1e-6 if self.mla_norm_eps is None else self.mla_norm_eps
+
+    @property
+    def gate_lower_bound(self) -> float | None:
+        """Bound of the KDA log decay, None for the unbounded gate."""
+        return (self.linear_attn_config or {}).get("gate_lower_bound")
+
+    @property
+    def situ_bounds(self) -> tuple[float, float] | None:
+        """SiTU's two bounds, or None for SwiGLU."""
+        if self.hidden_act != "situ":
+            return None
+        return self.activation_situ_beta, self.activation_situ_linear_beta
+
+    def is_mla(self, layer: int) -> bool:
+        """Whether the 0-based ``layer`` is full attention (published lists are 1-indexed)."""
+        return layer + 1 in (self.linear_attn_config or {})["full_attn_layers"]
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether the 0-based ``layer`` has a dense MLP instead of experts."""
+        return layer < self.first_k_dense_replace or layer % self.moe_layer_freq != 0
+
+    @classmethod
+    def tiny(cls, **overrides: Any) -> PolicyConfig:
+        """A K3-shaped policy of laptop size; any field can be overridden.
+
+        Layers follow the published rule: every fourth and the last are MLA.
+        """
+        layers = overrides.get("num_hidden_layers", 4)
+        hidden = overrides.get("hidden_size", 64)
+        full = [i for i in range(1, layers + 1) if i % 4 == 0 or i == layers]
+        fields: dict[str, Any] = dict(
+            vocab_size=512, hidden_size=hidden, intermediate_size=2 * hidden,
+            num_hidden_layers=layers, num_attention_heads=2, q_lora_rank=32, kv_lora_rank=32,
+            qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32, mla_use_output_gate=True,
+            num_experts=8, num_experts_per_token=2, moe_intermediate_size=hidden // 2,
+            routed_expert_hidden_size=hidden // 2, latent_moe_use_norm=True, hidden_act="situ",
+            attn_res_block_size=2, max_position_embeddings=1024, initializer_range=0.1,
+            mla_norm_eps=1e-5,
+            linear_attn_config=dict(
+                num_heads=2, head_dim=32, short_conv_kernel_size=4, use_full_rank_gate=True,
+                gate_lower_bound=-5.0, full_attn_layers=full,
+                kda_layers=[i for i in range(1, layers + 1) if i not in full],
+            ),
+        )
+        return cls(**(fields | overrides))

@@ -1,0 +1,138 @@
+"""Kimi Delta Attention layer (Kimi K3 report 2.1.1)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..kernels.kda import chunk_kda, recurrent_kda
+from .attention import widen
+from .config import PolicyConfig
+from .packing import Packing
+from .state import KdaState
+
+
+class ShortConv(nn.Module):
+    """Weights ``[C, 1, W]`` of one causal depthwise convolution."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over a head, one weight ``[V]`` for all heads, times a sigmoid gate."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        wide = widen(x)
+        normed = F.rms_norm(wide, x.shape[-1:], self.weight.to(wide.dtype), self.eps)
+        return (normed * torch.sigmoid(widen(gate))).to(x.dtype)
+
+
+class KimiDeltaAttention(nn.Module):
+    """Delta rule with bounded channel-wise decay, short convolutions and an output gate."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__()
+        linear = config.linear_attn_config or {}
+        self.num_heads, self.head_dim = linear["num_heads"], linear["head_dim"]
+        self.lower_bound = config.gate_lower_bound
+        self.width = linear["short_conv_kernel_size"]
+        hidden, inner = config.hidden_size, self.num_heads * self.head_dim
+
+        def project(n_in: int, n_out: int) -> nn.Linear:
+            return nn.Linear(n_in, n_out, bias=False)
+
+        self.q_proj, self.k_proj, self.v_proj = (project(hidden, inner) for _ in range(3))
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
+            ShortConv(inner, self.width) for _ in range(3)
+        )
+        self.f_a_proj, self.f_b_proj = project(hidden, self.head_dim), project(self.head_dim, inner)
+        self.b_proj = project(hidden, self.num_heads)
+        self.full_rank_gate = bool(linear.get("use_full_rank_gate", False))
+        if self.full_rank_gate:
+            self.g_proj = project(hidden, inner)
+        else:
+            self.g_a_proj, self.g_b_proj = project(hidden, self.head_dim), project(self.head_dim, inner)
+        self.A_log = nn.Parameter(torch.zeros(self.num_heads))
+        self.dt_bias = nn.Parameter(torch.zeros(inner))
+        self.o_norm = HeadNorm(self.head_dim, config.rms_norm_eps)
+        self.o_proj = project(inner, hidden)
+
+    def init_gate(self) -> None:
+        """A = 0 and a start decay of softplus^-1(dt), dt log-uniform in [1e-3, 0.1]."""
+        with torch.no_grad():
+            span = math.log(0.1) - math.log(1e-3)
+            dt = torch.exp(torch.rand_like(self.dt_bias) * span + math.log(1e-3)).clamp(min=1e-4)
+            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+            self.A_log.zero_()
+
+    def forward(
+        self, x: torch.Tensor, packing: Packing, state: KdaState | None
+    ) -> torch.Tensor:
+        """``x [T, D]`` normed input -> ``[T, D]``; continues and updates ``state`` in place."""
+        tokens = len(x)
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        kernel = torch.cat(
+            [self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]
+        )[:, 0].to(qkv.dtype)
+        mixed, tail = short_conv(qkv, kernel, packing, None if state is None else state.conv)
+        single = state is not None and packing.longest == 1
+        shape = (tokens, 1) if single else (1, tokens)
+        q, k, v = F.silu(mixed).view(*shape, 3, self.num_heads, self.head_dim).unbind(2)
+        z = self.f_b_proj(self.f_a_proj(x)).view(*shape, self.num_heads, self.head_dim)
+        beta = self.b_proj(x).view(*shape, self.num_heads)
+        bounds = None if single else torch.tensor(packing.bounds)
+        out, final = (recurrent_kda if single else chunk_kda)(
+            q, k, v, z, beta, A_log=self.A_log, dt_bias=self.dt_bias,
+            initial_state=None if state is None else state.recurrent,
+            output_final_state=state is not None, use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+            lower_bound=self.lower_bound, cu_seqlens=bounds,
+        )
+        if state is not None and final is not None:
+            state.recurrent, state.conv = final, tail
+        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
+        normed = self.o_norm(out.view(tokens, self.num_heads, -1), gate.view(tokens, self.num_heads, -1))
+        return self.o_proj(normed.flatten(1))
+
+
+def short_conv(
+    x: torch.Tensor, kernel: torch.Tensor, packing: Packing, tail: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal depthwise convolution of each sequence on its own.
+
+    ``x [T, C]``, ``kernel [C, W]``, ``tail [N, W - 1, C]`` the inputs before ``x`` (None: zeros).
+    Returns ``[T, C]`` and the new tail.
+    """
+    count, history = packing.num_sequences, kernel.shape[1] - 1
+    if tail is None:
+        tail = x.new_zeros(count, history, x.shape[1])
+    if packing.uniform:
+        window = torch.cat([tail.to(x.dtype), packing.pad(x)], 1)  # [N, W - 1 + L, C]
+        length = packing.longest
+        out = window[:, :length] * kernel[:, 0]
+        for i in range(1, history + 1):
+            out = torch.addcmul(out, window[:, i : i + length], kernel[:, i])
+        return out.flatten(0, 1), window[:, length:]
+    place = torch.arange(len(x), device=x.device) + history * (packing.row + 1)
+    before = torch.arange(count * history, device=x.device)
+    starts = torch.tensor(packing.bounds[:-1], device=x.device)
+    before = before + starts.repeat_interleave(history)
+    window = x.new_zeros(len(x) + count * history, x.shape[1])
+    window = window.index_copy(0, place, x).index_copy(0, before, tail.to(x.dtype).flatten(0, 1))
+    length = len(window) - history
+    out = window[:length] * kernel[:, 0]
+    for i in range(1, history + 1):
+        out = torch.addcmul(out, window[i : i + length], kernel[:, i])
+    ends = torch.tensor(packing.bounds[1:], device=x.device) + history * torch.arange(count, device=x.device)
+    last = ends[:, None] + torch.arange(history, device=x.device)
+    return out.index_select(0, place - history), window[last]

@@ -1,0 +1,133 @@
+"""What a policy remembers of each sequence between forwards: KDA states and latent caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .config import PolicyConfig
+
+
+@dataclass(slots=True)
+class KdaState:
+    """``recurrent`` fp32 or wider [N, H, K, V] and ``conv`` [N, W - 1, 3 H K]: last inputs of the short
+    convolutions of q, k and v."""
+
+    recurrent: torch.Tensor
+    conv: torch.Tensor
+
+    def select(self, index: torch.Tensor) -> KdaState:
+        return KdaState(self.recurrent.index_select(0, index), self.conv.index_select(0, index))
+
+    def put(self, index: torch.Tensor, other: KdaState) -> None:
+        self.recurrent = self.recurrent.index_copy(0, index, other.recurrent)
+        self.conv = self.conv.index_copy(0, index, other.conv)
+
+    @staticmethod
+    def cat(parts: Sequence[KdaState]) -> KdaState:
+        return KdaState(
+            torch.cat([p.recurrent for p in parts]), torch.cat([p.conv for p in parts])
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.recurrent, self.conv]
+
+
+@dataclass(slots=True)
+class LatentCache:
+    """``latent`` [N, capacity, kv_lora_rank + rope]: normed latent and shared key per token."""
+
+    latent: torch.Tensor
+
+    def reserve(self, length: int) -> None:
+        """Grow by doubling until ``length`` tokens fit."""
+        count, capacity, width = self.latent.shape
+        if length > capacity:
+            wider = self.latent.new_zeros(count, max(length, 2 * capacity, 16), width)
+            wider[:, :capacity] = self.latent
+            self.latent = wider
+
+    def select(self, index: torch.Tensor) -> LatentCache:
+        return LatentCache(self.latent.index_select(0, index))
+
+    def put(self, index: torch.Tensor, other: LatentCache) -> None:
+        self.reserve(other.latent.shape[1])
+        self.latent[index, : other.latent.shape[1]] = other.latent
+
+    @staticmethod
+    def cat(parts: Sequence[LatentCache]) -> LatentCache:
+        capacity = max(p.latent.shape[1] for p in parts)
+        for p in parts:
+            p.reserve(capacity)
+        return LatentCache(torch.cat([p.latent[:, :capacity] for p in parts]))
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.latent]
+
+
+class DecodeState:
+    """Recurrent state, convolution tails and latent cache of N sequences.
+
+    Updated in place by `Policy.forward`; grows with the tokens stored, never with a limit.
+    ``lengths`` int64 [N] counts the tokens each sequence has seen.
+    """
+
+    def __init__(self, layers: list[KdaState | LatentCache], lengths: torch.Tensor) -> None:
+        self.layers = layers
+        self.lengths = lengths
+
+    @classmethod
+    def empty(
+        cls,
+        config: PolicyConfig,
+        num_sequences: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> DecodeState:
+        """The state before any token; ``dtype`` is that of conv tails and latents."""
+        linear = config.linear_attn_config or {}
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        heads, width = linear["num_heads"], linear["head_dim"]
+        layers: list[KdaState | LatentCache] = []
+        for i in range(config.num_hidden_layers):
+            if config.is_mla(i):
+                size = config.kv_lora_rank + config.qk_rope_head_dim
+                layers.append(LatentCache(torch.zeros(num_sequences, 0, size, device=device, dtype=dtype)))
+            else:
+                recurrent = torch.zeros(num_sequences, heads, width, width, device=device, dtype=wide)
+                tail = linear["short_conv_kernel_size"] - 1
+                conv = torch.zeros(num_sequences, tail, 3 * heads * width, device=device, dtype=dtype)
+                layers.append(KdaState(recurrent, conv))
+        return cls(layers, torch.zeros(num_sequences, dtype=torch.long, device=device))
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all tensors."""
+        return sum(t.nbytes for layer in self.layers for t in layer.tensors())
+
+    def select(self, index: torch.Tensor) -> DecodeState:
+        """A copy of the rows ``index`` [M]; repeated rows fork a sequence."""
+        return DecodeState(
+            [layer.select(index) for layer in self.layers], self.lengths.index_select(0, index)
+        )
+
+    def put(self, index: torch.Tensor, other: DecodeState) -> None:
+        """Overwrite the rows ``index`` with those of ``other``."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.put(index, theirs)  # type: ignore[arg-type]
+        self.lengths = self.lengths.index_copy(0, index, other.lengths)
+
+    @classmethod
+    def cat(cls, parts: Sequence[DecodeState]) -> DecodeState:
+        """The rows of several states, in order."""
+        layers = [
+            type(column[0]).cat(column)  # type: ignore[arg-type]
+            for column in zip(*(p.layers for p in parts), strict=True)
+        ]
+        return cls(layers, torch.cat([p.lengths for p in parts]))
