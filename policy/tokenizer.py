@@ -104,6 +104,14 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def control_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    """The id of a control token."""
+    index = tokenizer.backend_tokenizer.token_to_id(token)
+    if index is None:
+        raise UserError(f"the tokenizer has no control token {token}")
+    return index
+
+
 class ChatFormat:
     """Messages as token ids, each message on its own, so that a conversation only ever grows.
 
@@ -115,7 +123,7 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._open, self._separator, self._end = (
-            self._control(token) for token in (OPEN, SEPARATOR, END_OF_MESSAGE))
+            control_id(tokenizer, token) for token in (OPEN, SEPARATOR, END_OF_MESSAGE))
         self._prompt = [self._open, *self._encode("assistant"), self._separator]
 
     @property
@@ -145,12 +153,6 @@ class ChatFormat:
         # Set on every call: calling the wrapping tokenizer can change this switch of the backend.
         self._backend.encode_special_tokens = True
         return self._backend.encode(text, add_special_tokens=False).ids
-
-    def _control(self, token: str) -> int:
-        index = self._backend.token_to_id(token)
-        if index is None:
-            raise UserError(f"the tokenizer has no control token {token}")
-        return index
 
 
 def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:

@@ -1,0 +1,262 @@
+"""Training sequences: text of a folder and demonstrations of an environment, packed to a context.
+
+Nothing is tokenised ahead of time: a piece of text is read from a random place of a random file
+when it is asked for, so that a folder may hold any number of gigabytes. Places are drawn
+independently (by size of the file), not as a permutation: there are no epochs, and the data of a
+step depends on nothing but the seed and the step.
+
+Files of one folder are one long document in path order, each file closed by ``[EOS]``; this is
+what gives a long context something to read. A document longer than the context is cut. Between
+documents and around episodes the policy's state starts anew (each is a sequence of its own).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from ..configs.errors import UserError
+from ..envs.types import Message
+from .tokenizer import END_OF_DOCUMENT, ChatFormat, control_id
+
+_SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
+_SKIPPED_STDLIB = {"test", "tests", "idlelib", "lib2to3", "ensurepip"}
+_HELD_OUT_SHARE = 20  # one file in this many
+_BLOCK_BYTES = 1 << 16  # read and tokenised at once, at most
+
+
+class Demonstrator(Protocol):
+    """An environment with an expert."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None
+              ) -> tuple[Sequence[Message], dict[str, Any]]: ...
+
+    def step(self, action: str, /
+             ) -> tuple[Sequence[Message], float, bool, bool, dict[str, Any]]: ...
+
+    def expert(self) -> str: ...
+
+
+class Demonstration(NamedTuple):
+    """One expert episode: ``token_ids`` int32 [T]; ``assistant_mask`` bool [T] is true on what a
+    policy would have sampled, i.e. contents and stop tokens of assistant messages."""
+
+    token_ids: np.ndarray
+    assistant_mask: np.ndarray
+
+
+def demonstration(env: Demonstrator, seed: int, chat: ChatFormat,
+                  max_tokens: int | None = None) -> Demonstration:
+    """The expert's episode for ``seed``, token for token what a rollout of it would be.
+
+    Raises `UserError` when it grows beyond ``max_tokens``.
+    """
+    token_ids: list[int] = []
+    mask: list[bool] = []
+    messages, _ = env.reset(seed=seed)
+    prefix = len(chat.prompt())
+    while True:
+        observed = chat.render_reply(messages)
+        action = env.expert()
+        spoken = chat.render(Message("assistant", action))
+        token_ids += observed + spoken
+        mask += [False] * (len(observed) + prefix) + [True] * (len(spoken) - prefix)
+        if max_tokens is not None and len(token_ids) > max_tokens:
+            raise UserError(f"env: the demonstration of seed {seed} is longer than the context of "
+                            f"{max_tokens} tokens; shorten the episode through env.kwargs")
+        messages, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            return Demonstration(np.asarray(token_ids, np.int32), np.asarray(mask, np.bool_))
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Bytes of a file that belong to a split."""
+
+    path: Path
+    start: int
+    end: int
+
+
+class TextCorpus:
+    """Text files below ``folder`` (``"stdlib"``: the running Python's library), one split of them.
+
+    ``split="heldout"`` holds one file in twenty (at least one; of a single file its last tenth),
+    chosen by the digest of its path, and ``"train"`` the others. Files with NUL bytes and hidden
+    ones are left out.
+    """
+
+    def __init__(self, folder: str, tokenizer: PreTrainedTokenizerFast,
+                 split: Literal["train", "heldout"]) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._end = control_id(tokenizer, END_OF_DOCUMENT)
+        self._spans = _split(text_files(folder), split)
+        self._ends = np.cumsum([span.end - span.start for span in self._spans])
+
+    def piece(self, rng: np.random.Generator, length: int) -> np.ndarray:
+        """Consecutive tokens from a random place, int32 [n] with 1 <= n <= ``length``; fewer than
+        ``length`` only at the end of a folder."""
+        index, offset = self._place(rng, length)
+        span = self._spans[index]
+        token_ids: list[int] = []
+        folder = span.path.parent
+        while len(token_ids) < length:
+            for text in _read(span, offset, 4 * (length - len(token_ids))):
+                token_ids += self._encode(text)
+                if len(token_ids) >= length:
+                    break
+            else:
+                token_ids.append(self._end)
+            index += 1
+            if index == len(self._spans) or self._spans[index].path.parent != folder:
+                break
+            span = self._spans[index]
+            offset = span.start
+        return np.asarray(token_ids[:length], np.int32)
+
+    def _place(self, rng: np.random.Generator, tokens: int) -> tuple[int, int]:
+        """A random span and an offset in it, if possible with ``tokens`` ahead of its end."""
+        index = int(np.searchsorted(self._ends, rng.integers(self._ends[-1]), side="right"))
+        span = self._spans[index]
+        last = max(1, span.end - span.start - 2 * tokens)
+        return index, span.start + int(rng.integers(last))
+
+    def _encode(self, text: str) -> list[int]:
+        self._backend.encode_special_tokens = True
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCorpus:
+    """Packed sequences of exactly ``context`` tokens out of text and episodes.
+
+    ``episode(i)`` is the i-th demonstration as int32 [T]; ``episode_fraction`` the share of tokens
+    that come from them. Example: with a context of 8 and episodes of 5 tokens a packed sequence
+    is one episode and 3 tokens of text, or 8 tokens of text.
+    """
+
+    text: TextCorpus
+    episode: Callable[[int], np.ndarray] | None
+    episode_fraction: float
+    seed: int
+
+    def batch(self, step: int, context: int, sequences: int) -> list[np.ndarray]:
+        """The pieces of ``sequences`` packed sequences, ``sequences * context`` tokens in all.
+
+        A function of ``(seed, step, context)`` alone. Pieces are documents or parts of them; none
+        is longer than ``context``.
+        """
+        rng = np.random.default_rng([self.seed, step, context])
+        # Which side of the wanted share a batch lands on is drawn, so that the share holds on
+        # average even where a batch has room for one episode only.
+        rounding = float(rng.random())
+        pieces: list[np.ndarray] = []
+        total = from_episodes = 0
+        waiting = self._next_episode(rng, context)
+        for _ in range(sequences):
+            left = context
+            while left > 0:
+                size = len(waiting)
+                if 0 < size <= left and (from_episodes + rounding * size
+                                         <= self.episode_fraction * (total + size)):
+                    piece, waiting = waiting, self._next_episode(rng, context)
+                    from_episodes += size
+                else:
+                    piece = self.text.piece(rng, left)
+                pieces.append(piece)
+                total += len(piece)
+                left -= len(piece)
+        return pieces
+
+    def _next_episode(self, rng: np.random.Generator, context: int) -> np.ndarray:
+        if self.episode is None or self.episode_fraction == 0:
+            return np.zeros(0, np.int32)
+        episode = self.episode(int(rng.integers(2**31)))
+        if len(episode) > context:
+            raise UserError(f"env: an episode has {len(episode)} tokens, more than the context of "
+                            f"{context} of this stage; shorten it through env.kwargs")
+        return episode
+
+
+def cut(pieces: Sequence[np.ndarray], context: int) -> list[np.ndarray]:
+    """The same tokens in pieces of at most ``context``."""
+    return [piece[start:start + context] for piece in pieces
+            for start in range(0, len(piece), context)]
+
+
+def text_files(folder: str) -> list[Path]:
+    """Text files below ``folder`` in path order; ``"stdlib"`` is the running Python's library."""
+    stdlib = folder == "stdlib"
+    root = Path(sysconfig.get_path("stdlib") if stdlib else folder)
+    if not root.is_dir():
+        raise UserError(f"text: no folder {folder} (give a folder of text files, or stdlib)")
+    skipped = _SKIPPED_FOLDERS | (_SKIPPED_STDLIB if stdlib else set())
+    files: list[Path] = []
+    for path, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders
+                            if name not in skipped and not name.startswith("."))
+        files += [Path(path, name) for name in sorted(names)
+                  if not name.startswith(".") and (name.endswith(".py") or not stdlib)]
+    files = [file for file in files if _is_text(file)]
+    if not files:
+        raise UserError(f"text: no text files below {folder}")
+    return files
+
+
+def sample_texts(folder: str, seed: int, total_bytes: int) -> Iterator[str]:
+    """Random blocks of the training split, for training a tokenizer; about ``total_bytes``."""
+    rng = np.random.default_rng(seed)
+    spans = _split(text_files(folder), "train")
+    ends = np.cumsum([span.end - span.start for span in spans])
+    read = 0
+    while read < min(total_bytes, ends[-1]):
+        span = spans[int(np.searchsorted(ends, rng.integers(ends[-1]), side="right"))]
+        offset = span.start + int(rng.integers(max(1, span.end - span.start - _BLOCK_BYTES // 4)))
+        text = next(_read(span, offset, _BLOCK_BYTES), "")
+        read += max(len(text), 1)
+        yield text
+
+
+def _split(files: list[Path], split: Literal["train", "heldout"]) -> list[_Span]:
+    spans = [_Span(file, 0, file.stat().st_size) for file in files]
+    if len(spans) == 1:
+        path, size = spans[0].path, spans[0].end
+        border = size - max(1, size // 10)
+        return [_Span(path, border, size) if split == "heldout" else _Span(path, 0, border)]
+    by_digest = sorted(spans, key=lambda span: hashlib.blake2b(
+        "/".join(span.path.parts[-2:]).encode()).digest())
+    held_out = set(by_digest[:max(1, len(spans) // _HELD_OUT_SHARE)])
+    return [span for span in spans if (span in held_out) == (split == "heldout")]
+
+
+def _is_text(file: Path) -> bool:
+    try:
+        if not file.is_file():  # opening a pipe would wait for its writer
+            return False
+        with file.open("rb") as stream:
+            head = stream.read(1024)
+    except OSError:
+        return False
+    return bool(head) and b"\0" not in head
+
+
+def _read(span: _Span, offset: int, block_bytes: int) -> Iterator[str]:
+    """The text from the first line at or after ``offset``, in blocks that end with a line."""
+    block_bytes = min(max(block_bytes, 256), _BLOCK_BYTES)
+    with span.path.open("rb") as stream:
+        stream.seek(offset)
+        if offset > span.start:
+            stream.readline(_BLOCK_BYTES)
+        while (left := span.end - stream.tell()) > 0:
+            block = stream.read(min(block_bytes, left))
+            if len(block) < left:
+                block += stream.readline(min(_BLOCK_BYTES, left - len(block)))
+            yield block.decode("utf-8", errors="replace")
