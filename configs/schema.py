@@ -155,3 +155,15 @@ class EvalConfig:
     greedy: bool = False
     ray_address: str | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayConfig:
+    """One episode, printed."""
+
+    env: EnvConfig
+    policy: str | None = None  # checkpoint or run folder; None lets the environment's expert act
+    seed: int = 0  # which held-out task
+    context: int | None = None  # None is the checkpoint's trained context
+    allow_longer_context: bool = False
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -1,0 +1,131 @@
+"""``farhorizon SUBCOMMAND ...``: parse, run, and turn a user's mistake into one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from ..configs.errors import UserError
+
+USER_MISTAKE, INTERRUPTED = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done as asked, 1 failed while running, 2 a mistake in the input, 130 Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _COMMANDS[arguments.command](arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        # Ray wraps what an actor raised; its own text would be the whole remote traceback.
+        cause = getattr(error, "cause", None) or error
+        if not isinstance(cause, UserError):
+            raise
+        print(f"farhorizon: {cause}", file=sys.stderr)
+        return USER_MISTAKE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="farhorizon",
+        description="Agentic RL post-training on long-horizon tasks.",
+        epilog="CONFIG is a YAML file or a preset such as quickstart; key=value overrides it.",
+    )
+    parser.add_argument("--version", action="version", version=version("farhorizon"))
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in (
+        ("stage", "train a checkpoint through context stages"),
+        ("sft", "warm a checkpoint up on demonstration episodes"),
+        ("train", "RL from a checkpoint; goes on where a stopped run was"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("config", metavar="CONFIG", help="YAML file or preset")
+        _add_overrides(command)
+    command = commands.add_parser("eval", help="success on held-out tasks, with its interval")
+    command.add_argument("path", metavar="PATH", help="run folder or checkpoint folder")
+    _add_overrides(command)
+    command = commands.add_parser("play", help="print one episode turn by turn")
+    command.add_argument("env", metavar="ENV", help="environment id")
+    command.add_argument("--policy", help="checkpoint or run folder; default: the env's expert")
+    _add_overrides(command)
+    commands.add_parser("doctor", help="versions, devices, Ray and disk of this machine")
+    return parser
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings to change")
+
+
+# Each command imports what it needs only when it runs: --help stays quick.
+
+
+def _stage(arguments: argparse.Namespace) -> int:
+    from ..configs.load import load_config
+    from ..configs.schema import StageConfig
+
+    config = load_config(StageConfig, arguments.config, arguments.overrides)
+    from .stage import run_stages
+
+    run_stages(config)
+    return 0
+
+
+def _sft(arguments: argparse.Namespace) -> int:
+    from ..configs.load import load_config
+    from ..configs.schema import SftConfig
+
+    config = load_config(SftConfig, arguments.config, arguments.overrides)
+    from .sft import run_sft
+
+    run_sft(config)
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from ..configs.load import load_config
+    from ..configs.schema import TrainConfig
+
+    config = load_config(TrainConfig, arguments.config, arguments.overrides)
+    from .train import train
+
+    return train(config)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from ..configs.load import load_config
+    from ..configs.schema import EvalConfig
+
+    config = load_config(EvalConfig, None, arguments.overrides)
+    from .evaluate import evaluate
+
+    return evaluate(arguments.path, config)
+
+
+def _play(arguments: argparse.Namespace) -> int:
+    from ..configs.load import load_config
+    from ..configs.schema import PlayConfig
+
+    given = [f"policy={arguments.policy}"] if arguments.policy else []
+    overrides = [f"env.id={arguments.env}", *given, *arguments.overrides]
+    config = load_config(PlayConfig, None, overrides)
+    from .play import play
+
+    return play(config)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from .doctor import doctor
+
+    return doctor()
+
+
+_COMMANDS = {
+    "stage": _stage, "sft": _sft, "train": _train, "eval": _eval, "play": _play, "doctor": _doctor,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Ray for one run: a local one that only this machine can reach, or the cluster at an address."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from ..configs.errors import UserError
+
+GIB = 2**30
+
+
+@contextmanager
+def cluster(address: str | None) -> Iterator[None]:
+    """Ray while the block runs; a connection that already exists is used and left alone."""
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray would hide the GPUs from actors that reserve none and warn about it at every start.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address is None:
+        _start_local()
+    else:
+        try:
+            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"ray_address {address}: cannot connect to Ray ({reason})") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start_local() -> None:
+    """Loopback only: whoever reaches Ray's ports can run commands."""
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, 2),
+        _node_ip_address="127.0.0.1",
+        include_dashboard=False,
+        object_store_memory=object_store_bytes(),
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
+
+
+def object_store_bytes() -> int:
+    """A tenth of the memory, at most 16 GiB and what the shared-memory disk has to spare."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    wanted = min(memory // 10, 16 * GIB)
+    if os.path.isdir("/dev/shm"):
+        wanted = min(wanted, shutil.disk_usage("/dev/shm").free * 8 // 10)
+    return max(wanted, GIB // 8)

@@ -1,0 +1,110 @@
+"""The run folder: resolved config, metrics, TensorBoard files, readable rollouts, the curve."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+from transformers import PreTrainedTokenizerBase
+
+from ..rollout.types import Group, Trajectory
+from .report import curve_points, draw_curve
+
+ROLLOUT_CHARACTERS = 2_000_000  # text kept per step; whole trajectories, the first one always
+
+
+class Recorder:
+    """Writes what a run leaves for people; a resumed run goes on where its checkpoint was.
+
+    ``metrics.jsonl`` has one JSON object per step (``step`` 0 is before training). Rows after
+    ``step`` belong to work that is done again and are dropped.
+    """
+
+    def __init__(self, folder: Path, config_text: str, step: int) -> None:
+        self.folder = folder
+        (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        _write(folder / "config.yaml", config_text)
+        self._metrics = folder / "metrics.jsonl"
+        self.rows = [row for row in _read_rows(self._metrics) if row["step"] <= step]
+        _write(self._metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def metrics(self, step: int, values: Mapping[str, float | int | str]) -> None:
+        """One row; non-finite numbers become null, which every JSON reader accepts."""
+        row = {"step": step, **{name: _finite(value) for name, value in values.items()}}
+        self.rows.append(row)
+        with self._metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._board.add_scalar(name, value, step)
+        self._board.flush()
+
+    def rollouts(
+        self, step: int, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """``rollouts/step-N.jsonl``: one trajectory per line, its text split by who wrote it."""
+        lines: list[str] = []
+        room = ROLLOUT_CHARACTERS
+        for trajectory in (t for group in groups for t in group.trajectories):
+            line = json.dumps(readable(trajectory, tokenizer))
+            if lines and len(line) > room:
+                break
+            lines.append(line)
+            room -= len(line)
+        _write(self.folder / "rollouts" / f"step-{step}.jsonl", "".join(x + "\n" for x in lines))
+
+    def curve(self, title: str) -> Path:
+        """Redraw ``learning_curve.png``."""
+        path = self.folder / "learning_curve.png"
+        draw_curve(path, *curve_points(self.rows), title)
+        return path
+
+    def close(self) -> None:
+        """Flush what is buffered."""
+        self._board.close()
+
+
+def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """A trajectory as JSON data: outcome, then ``text`` as ``[who, text]`` pairs in order."""
+    sampled = trajectory.versions[trajectory.versions >= 0]
+    return {
+        "task": trajectory.task_id,
+        "sibling": trajectory.sibling,
+        "reward": trajectory.reward,
+        "success": trajectory.success,
+        "stop": str(trajectory.stop),
+        "turns": trajectory.turns,
+        "tokens": len(trajectory.token_ids),
+        "versions": [int(sampled.min()), int(sampled.max())] if len(sampled) else [],
+        "error": trajectory.error,
+        "text": [
+            ["policy" if part.sampled else "given", tokenizer.decode(part.token_ids.tolist())]
+            for part in trajectory.segments
+        ],
+    }
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of ``metrics.jsonl``; a torn last line, left by a kill, is dropped."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def _finite(value: float | int | str) -> float | int | str | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
