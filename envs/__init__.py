@@ -2,8 +2,17 @@
 
 from .archive import Archive
 from .base import MessageEnv, ToolEnv, tool
+from .check import check_env
 from .echo import Echo
-from .registry import make, make_config, register, registered, tasks
+from .registry import (
+    confirm_plugins,
+    make,
+    make_config,
+    register,
+    registered,
+    resolve_plugins,
+    tasks,
+)
 from .types import Message, StopReason, Task
 
 register("archive-v0", Archive)
@@ -15,10 +24,13 @@ __all__ = [
     "StopReason",
     "Task",
     "ToolEnv",
+    "check_env",
+    "confirm_plugins",
     "make",
     "make_config",
     "register",
     "registered",
+    "resolve_plugins",
     "tasks",
     "tool",
 ]

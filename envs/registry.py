@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import importlib
@@ -9,7 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -57,30 +58,63 @@ def make_config(config: EnvConfig) -> MessageEnv:
 
 def load_plugin(plugin: str) -> ModuleType:
     """Import a plug-in, a python file by path or a dotted module, at most once per process."""
-    if plugin.endswith(".py") or os.sep in plugin:
+    if _is_file(plugin):
         return _load_file(Path(plugin).expanduser().resolve())
     if plugin not in _plugins:
         try:
             _plugins[plugin] = importlib.import_module(plugin)
         except Exception as error:
             raise UserError(
-                f"env.plugins: cannot import module {plugin!r}: {type(error).__name__}: {error}; "
+                f"env.plugins: cannot import module {plugin!r}: {_one_line(error)}; "
                 "name an installed module or the path of a .py file"
             ) from error
     return _plugins[plugin]
+
+
+def resolve_plugins(config: EnvConfig) -> EnvConfig:
+    """The same config with plug-in files by absolute path, for processes in other folders."""
+    plugins = tuple(
+        str(Path(p).expanduser().resolve()) if _is_file(p) else p for p in config.plugins
+    )
+    return dataclasses.replace(config, plugins=plugins)
+
+
+def confirm_plugins(stored: EnvConfig, named: Sequence[str]) -> None:
+    """Refuse plug-ins that a stored config asks for and the user did not name again.
+
+    A run folder or checkpoint may come from somebody else: loading its plug-ins would run code
+    of their choice.
+    """
+    unnamed = [p for p in stored.plugins if p not in named]
+    if unnamed:
+        raise UserError(
+            f"env.plugins: the stored config asks to import {', '.join(unnamed)}; if you trust "
+            f"it, name it again: env.plugins=[{','.join(stored.plugins)}]"
+        )
+
+
+def _is_file(plugin: str) -> bool:
+    return plugin.endswith(".py") or os.sep in plugin
 
 
 def _load_file(path: Path) -> ModuleType:
     name = path.stem
     if not path.is_file():
         raise UserError(f"env.plugins: no such file {path}")
-    loaded = _plugins.get(name)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
-        return loaded
-    if name in sys.modules or importlib.util.find_spec(name) is not None:
-        known = sys.modules.get(name)
-        if known is None or getattr(known, "__file__", None) != str(path):
+    if path.suffix != ".py" or not name.isidentifier():
+        raise UserError(f"env.plugins: {path} is no module; name it like my_envs.py")
+    module = sys.modules.get(name)
+    known = module or importlib.util.find_spec(name)
+    if known is not None:
+        origin = getattr(known, "__file__" if isinstance(known, ModuleType) else "origin", None)
+        if origin is None or Path(origin).resolve() != path:
             raise UserError(f"env.plugins: {path} has the name of another module; rename the file")
+    _plugins[name] = module or _execute(name, path)
+    return _plugins[name]
+
+
+def _execute(name: str, path: Path) -> ModuleType:
+    """Run a file as module ``name``, which stays importable for pickling."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -89,10 +123,7 @@ def _load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise UserError(
-            f"env.plugins: cannot import {path}: {type(error).__name__}: {error}"
-        ) from error
-    _plugins[name] = module
+        raise UserError(f"env.plugins: cannot import {path}: {_one_line(error)}") from error
     return module
 
 
@@ -134,6 +165,10 @@ def _check_arguments(id: str, factory: Callable[..., Any], kwargs: Mapping[str, 
             f"env.kwargs of {id!r}: unknown argument {unknown[0]!r}"
             f"{_near(unknown[0], tuple(signature.parameters))}"
         ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _near(word: str, known: tuple[str, ...]) -> str:

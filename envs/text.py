@@ -21,7 +21,7 @@ SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "node_modules"}
 )
 MAX_FILE_BYTES = 1 << 20  # larger files are tables, not prose or code
-MAX_RANKED_NAMES = 512  # most frequent names that decide which sources are chosen
+MAX_RANKED_NAMES = 256  # most frequent names that decide which sources are chosen
 MAX_TOTAL_BYTES = 64 << 20  # a folder is read in sorted order up to here
 
 # Strings and comments come first so that a "def" inside them is never taken for a definition.
@@ -47,6 +47,18 @@ class Fact:
     kind: str
     doc: str
     path: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """What was found in one file: ``names`` maps each name to its kind and doc.
+
+    ``source`` is the dotted module or path, e.g. ``json.decoder``.
+    """
+
+    path: str
+    source: str
+    names: dict[str, tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +126,36 @@ def _choose(
             "larger folder, or lower names or min_sources"
         )
     kept = sorted(found[:num_names])
-    facts = {n: tuple(corpus[s][n] for s in chosen if n in corpus[s]) for n in kept}
+    facts = {
+        name: tuple(
+            Fact(name, source, *corpus[source][name].names[name], corpus[source][name].path)
+            for source in chosen
+            if name in corpus[source]
+        )
+        for name in kept
+    }
     return FactTable(folder, tuple(chosen), tuple(kept), facts)
 
 
 def _dense(shared: dict[str, set[str]], num_sources: int, min_sources: int) -> list[str]:
-    """The sources among which most names are found ``min_sources`` times; greedy, few starts."""
+    """The sources among which most names are found ``min_sources`` times.
+
+    Greedy from several starts, then single swaps while they help: not optimal, but the same
+    everywhere.
+    """
     degree = Counter(name for names in shared.values() for name in names)
     common = set(sorted(degree, key=lambda n: (-degree[n], n))[:MAX_RANKED_NAMES])
     ranked = {source: names & common for source, names in shared.items()}
     pool = sorted(ranked, key=lambda s: (-len(ranked[s]), s))[: max(64, 2 * num_sources)]
-    best: tuple[int, list[str]] = (-1, [])
+
+    def score(chosen: list[str]) -> tuple[int, int]:
+        count = Counter(name for source in chosen for name in ranked[source])
+        for source in chosen:  # a word that is a source cannot be a name as well
+            count.pop(source, None)
+        near = sum(min(c, min_sources) ** 2 for c in count.values())
+        return sum(c >= min_sources for c in count.values()), near
+
+    best: list[str] = []
     for start in pool[:16]:
         chosen, count = [start], Counter(ranked[start])
         while len(chosen) < min(num_sources, len(pool)):
@@ -132,42 +163,44 @@ def _dense(shared: dict[str, set[str]], num_sources: int, min_sources: int) -> l
             gain = {s: sum(min(count[n], min_sources) ** 2 for n in ranked[s]) for s in rest}
             chosen.append(max(rest, key=lambda s: gain[s]))
             count.update(ranked[chosen[-1]])
-        found = sum(c >= min_sources for c in count.values())
-        if found > best[0]:
-            best = (found, chosen)
-    return sorted(best[1])
+        best = max(best, chosen, key=score)
+    for index in range(2 * len(best)):
+        spot = index % len(best)
+        others = [s for s in pool if s not in best]
+        swaps = [[*best[:spot], s, *best[spot + 1 :]] for s in others]
+        best = max([best, *swaps], key=score)
+    return sorted(best)
 
 
 def _by_source(
-    facts: tuple[Fact, ...], plain: bool, num_sources: int | None, reserved: frozenset[str]
-) -> dict[str, dict[str, Fact]]:
-    """Facts by source and name.
+    files: tuple[TextFile, ...], plain: bool, num_sources: int | None, reserved: frozenset[str]
+) -> dict[str, dict[str, TextFile]]:
+    """By source and name, the file where the name stands.
 
     A plain source is one word: the top-level module, package or folder, or, where there are too
     few of those, the file's own name; if all else fails also names that are no plain words.
     """
-    corpus: dict[str, dict[str, Fact]] = {}
+    corpus: dict[str, dict[str, TextFile]] = {}
     if not plain:
-        for fact in facts:
-            corpus.setdefault(fact.source, {}).setdefault(fact.name, fact)
-        return corpus
+        return {file.source: dict.fromkeys(file.names, file) for file in files}
     for part, any_word in ((0, False), (-1, False), (-1, True)):
         corpus = {}
-        for fact in facts:
-            word = re.sub(r"\W+", "_", fact.source.split(".")[part].lower())
+        for file in files:
+            word = re.sub(r"\W+", "_", file.source.split(".")[part].lower())
             if word in reserved or not (any_word or _PLAIN.fullmatch(word)):
                 continue
-            if fact.name not in reserved and (fact.kind == "word" or _PLAIN.fullmatch(fact.name)):
-                short = Fact(fact.name, word, fact.kind, fact.doc, fact.path)
-                corpus.setdefault(word, {}).setdefault(fact.name, short)
+            found = corpus.setdefault(word, {})
+            for name, (kind, _) in file.names.items():
+                if name not in reserved and (kind == "word" or _PLAIN.fullmatch(name)):
+                    found.setdefault(name, file)
         if len(corpus) >= (num_sources or 4):
             break
     return corpus
 
 
 @lru_cache(maxsize=4)
-def read_folder(folder: str) -> tuple[Fact, ...]:
-    """All facts of a folder, sorted by path; tests, hidden and vendored folders are skipped."""
+def read_folder(folder: str) -> tuple[TextFile, ...]:
+    """All files of a folder, sorted by path; tests, hidden and vendored folders are skipped."""
     if not Path(folder).is_dir():
         raise UserError(f"text folder {folder}: no such folder")
     paths = _list_files(folder)
@@ -179,7 +212,7 @@ def read_folder(folder: str) -> tuple[Fact, ...]:
             f"text folder {folder}: no readable text in it; wanted .py or "
             f"{' '.join(sorted(TEXT_SUFFIXES))} files"
         )
-    facts: list[Fact] = []
+    files: list[TextFile] = []
     total = 0
     for path in chosen:
         content = Path(folder, path).read_bytes()
@@ -187,8 +220,8 @@ def read_folder(folder: str) -> tuple[Fact, ...]:
         if total > MAX_TOTAL_BYTES:
             break
         decoded = content.decode("utf-8", errors="replace")
-        facts.extend(_code_facts(path, decoded) if chosen is code else _word_facts(path, decoded))
-    return tuple(facts)
+        files.append(_read_code(path, decoded) if chosen is code else _read_prose(path, decoded))
+    return tuple(files)
 
 
 def _list_files(folder: str) -> list[str]:
@@ -206,21 +239,19 @@ def _list_files(folder: str) -> list[str]:
     return sorted(found)
 
 
-def _code_facts(path: str, content: str) -> list[Fact]:
+def _read_code(path: str, content: str) -> TextFile:
     parts = path[: -len(".py")].split(os.sep)
     if parts[-1] == "__init__" and len(parts) > 1:
         parts.pop()
-    source = ".".join(parts)
-    seen: dict[str, Fact] = {}
+    names: dict[str, tuple[str, str]] = {}
     for match in _CODE.finditer(content):
         name = match["name"]
-        if name is not None and not name.startswith("_") and name not in seen:
-            doc = (match["doc"] or "").strip()
-            seen[name] = Fact(name, source, match["kind"], doc, path)
-    return list(seen.values())
+        if name is not None and not name.startswith("_"):
+            names.setdefault(name, (match["kind"], (match["doc"] or "").strip()))
+    return TextFile(path, ".".join(parts), names)
 
 
-def _word_facts(path: str, content: str) -> list[Fact]:
+def _read_prose(path: str, content: str) -> TextFile:
     source = os.path.splitext(path)[0].replace(os.sep, ".")
-    words = sorted({w.lower() for w in _WORD.findall(content)})
-    return [Fact(word, source, "word", "", path) for word in words]
+    words = sorted({word.lower() for word in _WORD.findall(content)})
+    return TextFile(path, source, dict.fromkeys(words, ("word", "")))
