@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+from ray._private import ray_constants
 
 from ..configs.errors import UserError
 
@@ -39,7 +40,13 @@ def cluster(address: str | None) -> Iterator[None]:
 
 
 def _start_local() -> None:
-    """Loopback only: whoever reaches Ray's ports can run commands."""
+    """Loopback only: whoever reaches Ray's ports can run commands.
+
+    Ray replaces a loopback node address by the machine's own and then listens everywhere, unless
+    clusters are switched off, as it does itself on desktop systems.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read when workers import Ray
+    ray_constants.ENABLE_RAY_CLUSTER = False  # this process has read it
     ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, 2),

@@ -32,7 +32,9 @@ class Display:
                 TimeElapsedColumn(), console=Console(file=self._stream),
                 refresh_per_second=2, transient=True,
             )
-            self._task = self._live.add_task("run", total=total, completed=done, phase="", status="")
+            self._task = self._live.add_task(
+                "run", total=total, completed=done, phase="", status=""
+            )
 
     def __enter__(self) -> Display:
         if self._live is not None:

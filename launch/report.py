@@ -88,7 +88,9 @@ def draw_curve(
     partial.replace(path)
 
 
-def curve_points(rows: Sequence[dict[str, Any]]) -> tuple[list[CurvePoint], list[tuple[int, float]]]:
+def curve_points(
+    rows: Sequence[dict[str, Any]],
+) -> tuple[list[CurvePoint], list[tuple[int, float]]]:
     """Held-out points and training points of the rows of ``metrics.jsonl``."""
     heldout = [
         CurvePoint(r["step"], r["eval/success"], r["eval/ci_low"], r["eval/ci_high"])

@@ -1,0 +1,53 @@
+"""The command line: one line and exit code 2 for a user's mistake, 130 for Ctrl-C."""
+
+from __future__ import annotations
+
+import pytest
+
+from farhorizon.launch import cli
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nosuch"], "config nosuch: no such file or train preset"),
+        (["train", "nosuch.yaml", "learner.lrr=1"], "config nosuch.yaml"),
+        (["eval", "nosuch", "episods=3"], "unknown key episods on the command line; did you mean"),
+        (["play", "echo-v0", "sed=3"], "unknown key sed on the command line; did you mean seed?"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("farhorizon: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_ctrl_c_gives_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli._COMMANDS, "doctor", interrupted)
+    assert cli.main(["doctor"]) == 130
+
+
+def test_unknown_errors_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(arguments: object) -> int:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setitem(cli._COMMANDS, "doctor", broken)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        cli.main(["doctor"])
+
+
+def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for name in ("stage", "sft", "train", "eval", "play", "doctor"):
+        assert f"    {name} " in text

@@ -1,0 +1,69 @@
+"""Intervals by hand, curve and closing lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farhorizon.launch.report import (
+    CurvePoint,
+    Evaluation,
+    closing_lines,
+    curve_points,
+    draw_curve,
+    wilson,
+)
+
+
+@pytest.mark.parametrize(
+    ("successes", "episodes", "low", "high"),
+    [  # textbook values of the score interval at z = 1.96
+        (80, 100, 0.7112, 0.8666),
+        (1, 4, 0.0456, 0.6994),
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (50, 100, 0.4038, 0.5962),
+    ],
+)
+def test_wilson(successes: int, episodes: int, low: float, high: float) -> None:
+    assert wilson(successes, episodes) == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize(("successes", "episodes"), [(0, 0), (3, 2), (-1, 5)])
+def test_wilson_refuses_impossible_counts(successes: int, episodes: int) -> None:
+    with pytest.raises(ValueError, match="successes of"):
+        wilson(successes, episodes)
+
+
+def evaluation(success: float, low: float, high: float) -> Evaluation:
+    return Evaluation(success=success, ci_low=low, ci_high=high, episodes=200, errors=0,
+                      turns_mean=3.0, tokens_mean=40.0, seed=0, checkpoint="c")
+
+
+def test_closing_lines_say_whether_intervals_are_apart() -> None:
+    before = CurvePoint(0, 0.3, 0.25, 0.35)
+    lines = closing_lines(before, evaluation(0.8, 0.74, 0.85), Path("r"), Path("r/c"), 20)
+    assert len(lines) == 4
+    assert "0.300 [0.250, 0.350] -> 0.800 [0.740, 0.850] of 200 after 20 steps" in lines[0]
+    assert lines[0].endswith("(95 % intervals apart)")
+    assert lines[2].endswith("farhorizon eval r")
+    assert lines[3].endswith("farhorizon train r/config.yaml steps=40")
+    lines = closing_lines(before, evaluation(0.36, 0.3, 0.43), Path("r"), Path("r/c"), 20)
+    assert lines[0].endswith("(95 % intervals overlapping)")
+
+
+def test_curve_comes_from_the_metric_rows(tmp_path: Path) -> None:
+    rows = [
+        {"step": 0, "eval/success": 0.2, "eval/ci_low": 0.1, "eval/ci_high": 0.3},
+        {"step": 1, "train/success": 0.25},
+        {"step": 2, "train/success": 0.5, "eval/success": 0.9, "eval/ci_low": 0.8,
+         "eval/ci_high": 0.95},
+    ]
+    heldout, training = curve_points(rows)
+    assert [point.step for point in heldout] == [0, 2]
+    assert training == [(1, 0.25), (2, 0.5)]
+    path = tmp_path / "curve.png"
+    draw_curve(path, heldout, training, "t")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in tmp_path.iterdir()] == ["curve.png"]
