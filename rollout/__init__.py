@@ -1,0 +1,1 @@
+"""Episodes: sampling, generators, the episode loop, weight reception and the Ray shell."""

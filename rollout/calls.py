@@ -1,0 +1,122 @@
+"""Calls into environments: faults become data, quick calls run at once, slow ones in threads."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import current_thread, main_thread
+from typing import Any
+
+from ..configs.errors import UserError
+
+_SLOW_CALL_S = 0.05  # one call this slow sends its kind to the threads
+_SLOW_MEAN_S = 0.001  # so does a mean above this
+_MEAN_OVER = 16  # calls
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An exception as text, so that no foreign object has to be pickled or printed again."""
+
+    kind: str
+    message: str
+    trace: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Fault:
+        """Never raises, whatever the exception's own methods do."""
+        try:
+            message = str(error)
+        except BaseException as inner:
+            message = f"<message unavailable: str() raised {type(inner).__name__}>"
+        try:
+            trace = "".join(traceback.format_exception(error))
+        except BaseException:
+            trace = "<traceback unavailable>"
+        return cls(type(error).__name__, message, trace)
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}\n{self.trace}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call gave: a value, or the fault it ended in."""
+
+    value: Any
+    fault: Fault | None
+    seconds: float
+
+
+class EnvCalls:
+    """Runs calls and hands out their outcomes in the order in which they end.
+
+    A call that takes microseconds would lose more in a thread than it takes, so calls run at once
+    until their kind (reset, step, close) proves slow; from then on that kind runs in threads.
+    Calls of one environment must not overlap; they may come from different threads. Any exception
+    but the user's Ctrl-C becomes a `Fault`; a `UserError` is a mistake of the user and stays one.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.seconds = 0.0  # spent in calls, over all threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="env")
+        self._done: SimpleQueue[tuple[Any, Outcome | UserError]] = SimpleQueue()
+        self._inline: dict[str, tuple[int, float]] = {}  # kind -> calls, seconds
+        self._threaded: set[str] = set()
+
+    def submit(self, tag: Any, kind: str, call: Callable[[], Any]) -> None:
+        """Start a call; `ready` returns its outcome with ``tag``."""
+        if kind in self._threaded:
+            self._pool.submit(self._run, tag, call)
+            return
+        seconds = self._run(tag, call)
+        count, total = self._inline.get(kind, (0, 0.0))
+        count, total = count + 1, total + seconds
+        self._inline[kind] = count, total
+        if seconds > _SLOW_CALL_S or (count >= _MEAN_OVER and total > count * _SLOW_MEAN_S):
+            self._threaded.add(kind)
+
+    def ready(self, wait: bool) -> list[tuple[Any, Outcome]]:
+        """Outcomes that have come in; with ``wait`` at least one. Raises the user's mistakes."""
+        out = []
+        try:
+            while True:
+                tag, outcome = self._done.get(block=wait and not out)
+                if isinstance(outcome, UserError):
+                    raise outcome
+                self.seconds += outcome.seconds
+                out.append((tag, outcome))
+        except Empty:
+            return out
+
+    def leftovers(self) -> list[tuple[Any, Any]]:
+        """Tags and values of outcomes that nobody took, without raising."""
+        out = []
+        while not self._done.empty():
+            tag, outcome = self._done.get()
+            out.append((tag, outcome.value if isinstance(outcome, Outcome) else None))
+        return out
+
+    def shutdown(self) -> None:
+        """Wait for calls that have started."""
+        self._pool.shutdown(wait=True)
+
+    def _run(self, tag: Any, call: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        value, fault = None, None
+        try:
+            value = call()
+        except UserError as error:
+            self._done.put((tag, error))
+            return 0.0
+        except BaseException as error:  # fault boundary: environments may raise SystemExit too
+            if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
+                raise
+            fault = Fault.of(error)
+        seconds = time.perf_counter() - start
+        self._done.put((tag, Outcome(value, fault, seconds)))
+        return seconds

@@ -1,0 +1,379 @@
+"""Many episodes at once: environments answer while the generator decodes, nobody waits in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..configs.errors import UserError
+from ..configs.schema import RolloutConfig
+from ..envs.base import MessageEnv
+from ..envs.types import Message, StopReason, Task
+from .calls import EnvCalls, Fault, Outcome
+from .generator import Generator
+from .sampler import stream_key
+from .types import Completion, FinishReason, Group, SamplingParams, Segment, Trajectory
+
+_NO_LOGPROBS = np.zeros(0, np.float32)
+_NO_VERSIONS = np.zeros(0, np.int32)
+
+
+class Chat(Protocol):
+    """How messages become token ids; `farhorizon.policy.tokenizer.ChatFormat` is one."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    def prompt(self) -> list[int]: ...
+
+    def render_reply(self, messages: Iterable[Message]) -> list[int]: ...
+
+    def text(self, sampled_ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutStats:
+    """What a rollout did; sums over episodes and actors, except ``seconds``, the longest."""
+
+    episodes: int = 0
+    errors: int = 0  # episodes that ended in an error
+    env_errors: int = 0  # faults of environments, those of tries that were repeated included
+    invalid_rewards: int = 0
+    turns: int = 0
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0  # given tokens, counted for every sequence that has them
+    prefill_tokens: int = 0  # tokens that went through the policy in pieces of more than one
+    reused_tokens: int = 0  # prompt tokens whose state was copied from a sibling
+    steps: int = 0  # forward passes
+    policy_seconds: float = 0.0
+    env_seconds: float = 0.0  # over all threads
+    seconds: float = 0.0
+
+    @staticmethod
+    def merge(parts: Iterable[RolloutStats]) -> RolloutStats:
+        """The statistics of several actors that worked side by side."""
+        parts = list(parts)
+        total = {f.name: sum(getattr(p, f.name) for p in parts) for f in fields(RolloutStats)}
+        total["seconds"] = max((p.seconds for p in parts), default=0.0)
+        return RolloutStats(**total)
+
+
+def run_groups(
+    generator: Generator,
+    tasks: Sequence[Task],
+    group_size: int,
+    env_factory: Callable[[], MessageEnv],
+    chat: Chat,
+    config: RolloutConfig,
+    context: int,
+    visible_context: int | None = None,
+) -> tuple[list[Group], RolloutStats]:
+    """Play every task ``group_size`` times; groups in the order of ``tasks``.
+
+    A trajectory never exceeds ``context`` tokens. An action that the limit cuts off is not given
+    to the environment; the reward of a truncated episode is the sum so far. With
+    ``visible_context`` each request sees only that many last tokens, through a fresh state.
+    An environment fault is retried ``env_retries`` times with a fresh environment, then the
+    episode ends as an error without reward. Raises UserError for a first prompt longer than
+    ``context`` and for rewards that are not numbers.
+    """
+    run = _Run(generator, group_size, env_factory, chat, config, context, visible_context)
+    return run.play(tasks)
+
+
+@dataclass(eq=False, slots=True)
+class _Episode:
+    """The current try of one sibling."""
+
+    task: Task
+    sibling: int
+    key: int
+    env: MessageEnv | None = None
+    session: int | None = None
+    segments: list[Segment] = field(default_factory=list)
+    length: int = 0
+    rewards: list[float] = field(default_factory=list)
+    faults: int = 0
+
+    def append(self, ids: Sequence[int] | np.ndarray, completion: Completion | None = None) -> None:
+        """Add given or sampled tokens."""
+        if completion is None:
+            segment = Segment(np.asarray(ids, np.int32), False, _NO_LOGPROBS, _NO_VERSIONS)
+        else:
+            segment = Segment(completion.token_ids, True, completion.logprobs, completion.versions)
+        self.segments.append(segment)
+        self.length += len(segment.token_ids)
+
+
+@dataclass(eq=False, slots=True)
+class _Wave:
+    """Siblings that started together; they share a prefill once all environments are reset."""
+
+    waiting: int
+    ready: list[_Episode] = field(default_factory=list)
+
+
+class _Run:
+    def __init__(self, generator: Generator, group_size: int,
+                 env_factory: Callable[[], MessageEnv], chat: Chat, config: RolloutConfig,
+                 context: int, visible_context: int | None) -> None:
+        self.generator, self.chat, self.config = generator, chat, config
+        self.group_size, self.env_factory = group_size, env_factory
+        self.context, self.visible = context, visible_context
+        self.calls = EnvCalls(threads=min(64, config.concurrency))
+        self.playing: dict[int, _Episode] = {}  # by session
+        self.live: set[_Episode] = set()
+        self.finished: dict[str, list[Trajectory]] = {}
+        self.env_errors = self.invalid_rewards = 0
+        self.policy_seconds = 0.0
+
+    def play(self, tasks: Sequence[Task]) -> tuple[list[Group], RolloutStats]:
+        start, before = time.perf_counter(), _counts(self.generator)
+        self.finished = {task.id: [] for task in tasks}
+        if len(self.finished) != len(tasks):
+            raise ValueError("tasks: ids are not unique")
+        waiting = [(task, sibling) for task in tasks for sibling in range(self.group_size)]
+        waiting.reverse()
+        try:
+            while waiting or self.live:
+                self._admit(waiting)
+                idle = not self.generator.busy
+                for (handler, episode), outcome in self.calls.ready(wait=idle and bool(self.live)):
+                    handler(episode, outcome)
+                if self.generator.busy:
+                    self._step()
+        except BaseException:
+            self._abandon()
+            raise
+        self.calls.shutdown()
+        groups = [Group(task.id, tuple(sorted(self.finished[task.id], key=lambda t: t.sibling)))
+                  for task in tasks]
+        return groups, self._stats(groups, before, time.perf_counter() - start)
+
+    def _admit(self, waiting: list[tuple[Task, int]]) -> None:
+        """Start as many whole groups as fit; a group larger than the limit starts in parts."""
+        while waiting:
+            task = waiting[-1][0]
+            rest = self.group_size - waiting[-1][1]
+            size = min(rest, self.config.concurrency)
+            if len(self.live) + size > self.config.concurrency:
+                return
+            wave = _Wave(size)
+            for _ in range(size):
+                _, sibling = waiting.pop()
+                key = stream_key(self.generator.seed, task.id, sibling)
+                self._start(_Episode(task, sibling, key), wave)
+
+    def _start(self, episode: _Episode, wave: _Wave) -> None:
+        self.live.add(episode)
+        self.calls.submit((partial(self._on_reset, wave), episode), "reset",
+                          partial(_build, self.env_factory, episode.task))
+
+    def _on_reset(self, wave: _Wave, episode: _Episode, outcome: Outcome) -> None:
+        wave.waiting -= 1
+        if outcome.fault is not None:
+            self._fail(episode, outcome.fault)
+        else:
+            episode.env, messages = outcome.value
+            ids = [*self.chat.render_reply(messages), *self.chat.prompt()]
+            if len(ids) > self.context:
+                raise UserError(f"context={self.context} is smaller than the first prompt of task "
+                                f"{episode.task.id} ({len(ids)} tokens); raise context")
+            episode.append(ids)
+            wave.ready.append(episode)
+        if wave.waiting == 0:
+            self._open(wave.ready)
+
+    def _open(self, episodes: list[_Episode]) -> None:
+        """One prefill for all siblings that were shown the same prompt."""
+        by_prompt: dict[bytes, list[_Episode]] = {}
+        for episode in episodes:
+            if episode.length == self.context:
+                self._finish(episode, StopReason.CONTEXT_LIMIT)
+            else:
+                prompt = episode.segments[0].token_ids
+                by_prompt.setdefault(prompt.tobytes(), []).append(episode)
+        for same in by_prompt.values():
+            prompt = same[0].segments[0].token_ids
+            if self.visible is not None:
+                prompt = prompt[-self.visible:]
+            sessions = self.generator.open(prompt, [e.key for e in same], self._params(same[0]),
+                                           position=same[0].length)
+            for episode, session in zip(same, sessions, strict=True):
+                episode.session = session
+                self.playing[session] = episode
+
+    def _params(self, episode: _Episode) -> SamplingParams:
+        budget = min(self.config.max_turn_tokens, self.context - episode.length)
+        return SamplingParams(self.config.temperature, budget, self.chat.stop_token_ids)
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        completions = self.generator.step()
+        self.policy_seconds += time.perf_counter() - start
+        for session, completion in completions:
+            self._on_completion(self.playing[session], completion)
+
+    def _on_completion(self, episode: _Episode, completion: Completion) -> None:
+        episode.append(completion.token_ids, completion)
+        if completion.finish is FinishReason.LENGTH and episode.length >= self.context:
+            self._finish(episode, StopReason.CONTEXT_LIMIT)
+            return
+        text = self.chat.text(completion.token_ids)
+        assert episode.env is not None
+        self.calls.submit((partial(self._on_answer, completion.finish), episode), "step",
+                          partial(_answer, episode.env, text))
+
+    def _on_answer(self, finish: FinishReason, episode: _Episode, outcome: Outcome) -> None:
+        if outcome.fault is not None:
+            self._fail(episode, outcome.fault)
+            return
+        messages, raw_reward, terminated, truncated = outcome.value
+        reward = _number(raw_reward, episode.env)
+        if reward is None:
+            self.invalid_rewards += 1
+            self._finish(episode, StopReason.ERROR,
+                         f"InvalidReward: the environment returned reward {raw_reward!r}")
+            return
+        episode.rewards.append(reward)
+        if terminated:
+            self._finish(episode, StopReason.TERMINATED)
+        elif truncated:
+            self._finish(episode, StopReason.ENV_TRUNCATED)
+        elif len(episode.rewards) >= self.config.max_turns:
+            self._finish(episode, StopReason.TURN_LIMIT)
+        else:
+            # A message that ran out of tokens is closed for the policy, so that it can be read.
+            ids = [] if finish is FinishReason.STOP else list(self.chat.stop_token_ids[:1])
+            ids += [*self.chat.render_reply(messages), *self.chat.prompt()]
+            self._continue(episode, ids)
+
+    def _continue(self, episode: _Episode, ids: list[int]) -> None:
+        if episode.length + len(ids) <= self.context:
+            episode.append(ids)
+            if episode.length < self.context:
+                self._request(episode)
+                return
+        self._finish(episode, StopReason.CONTEXT_LIMIT)
+
+    def _request(self, episode: _Episode) -> None:
+        params = self._params(episode)
+        assert episode.session is not None
+        if self.visible is None:
+            self.generator.extend(episode.session, episode.segments[-1].token_ids, params)
+            return
+        self._leave(episode)
+        seen = np.concatenate([s.token_ids for s in episode.segments])[-self.visible:]
+        (episode.session,) = self.generator.open(seen, [episode.key], params,
+                                                 position=episode.length)
+        self.playing[episode.session] = episode
+
+    def _fail(self, episode: _Episode, fault: Fault) -> None:
+        """The fault policy: a fresh try while there are any left, then an error."""
+        self.env_errors += 1
+        if episode.faults >= self.config.env_retries:
+            self._finish(episode, StopReason.ERROR, str(fault))
+            return
+        self._leave(episode)
+        self._close_env(episode)
+        self.live.discard(episode)
+        again = _Episode(episode.task, episode.sibling, episode.key, faults=episode.faults + 1)
+        self._start(again, _Wave(1))
+
+    def _finish(self, episode: _Episode, stop: StopReason, error: str | None = None) -> None:
+        self._leave(episode)
+        reward = None if stop is StopReason.ERROR else float(sum(episode.rewards))
+        threshold = 1.0 if episode.env is None else episode.env.success_threshold
+        self.finished[episode.task.id].append(Trajectory(
+            task_id=episode.task.id, sibling=episode.sibling, segments=tuple(episode.segments),
+            turn_rewards=tuple(episode.rewards), reward=reward,
+            success=reward is not None and reward >= threshold, stop=stop,
+            turns=len(episode.rewards), error=error))
+        self._close_env(episode)
+        self.live.discard(episode)
+
+    def _leave(self, episode: _Episode) -> None:
+        if episode.session is not None:
+            del self.playing[episode.session]
+            self.generator.close(episode.session)
+            episode.session = None
+
+    def _close_env(self, episode: _Episode) -> None:
+        env, episode.env = episode.env, None
+        if env is not None:
+            self.calls.submit((_ignore, episode), "close", env.close)
+
+    def _abandon(self) -> None:
+        """Close every environment, those included that running calls are about to deliver."""
+        self.generator.clear()
+        self.calls.shutdown()
+        for (_, episode), value in self.calls.leftovers():
+            if episode.env is None and isinstance(value, tuple) and value:
+                episode.env = value[0]
+        for episode in self.live:
+            if episode.env is not None:
+                with suppress(Exception):
+                    episode.env.close()
+
+    def _stats(self, groups: list[Group], before: dict[str, int],
+               seconds: float) -> RolloutStats:
+        played = [t for group in groups for t in group.trajectories]
+        work = {name: count - before[name] for name, count in _counts(self.generator).items()}
+        return RolloutStats(
+            episodes=len(played), errors=sum(t.stop is StopReason.ERROR for t in played),
+            env_errors=self.env_errors, invalid_rewards=self.invalid_rewards,
+            turns=sum(t.turns for t in played), policy_seconds=self.policy_seconds,
+            env_seconds=self.calls.seconds, seconds=seconds, **work)
+
+
+def _counts(generator: Generator) -> dict[str, int]:
+    counters = generator.counters
+    return {f.name: getattr(counters, f.name) for f in fields(counters)}
+
+
+def _build(factory: Callable[[], MessageEnv], task: Task) -> tuple[MessageEnv, tuple[Message, ...]]:
+    env = factory()
+    try:
+        messages, _ = env.reset(seed=task.seed, options={"task": task})
+        return env, _messages(messages)
+    except BaseException:
+        with suppress(Exception):
+            env.close()
+        raise
+
+
+def _answer(env: MessageEnv, text: str) -> tuple[tuple[Message, ...], Any, bool, bool]:
+    messages, reward, terminated, truncated, _ = env.step(text)
+    return _messages(messages), reward, bool(terminated), bool(truncated)
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    messages = tuple(value)
+    for message in messages:
+        if not isinstance(message, Message):
+            raise TypeError(f"environments return Message objects, got {type(message).__name__}")
+    return messages
+
+
+def _number(reward: Any, env: MessageEnv | None) -> float | None:
+    """The reward as a float, None if it is missing or not finite."""
+    if reward is None:
+        return None
+    try:
+        if isinstance(reward, str | bytes) or getattr(reward, "ndim", 0) != 0:
+            raise TypeError
+        value = float(reward)
+    except (TypeError, ValueError):
+        raise UserError(f"environment {type(env).__name__}: the reward must be a number, got "
+                        f"{reward!r} ({type(reward).__name__})") from None
+    return value if np.isfinite(value) else None
+
+
+def _ignore(episode: _Episode, outcome: Outcome) -> None:
+    """A fault while closing cannot change an episode that is over."""

@@ -1,0 +1,369 @@
+"""Continuous batching over decode states: token ids in, sampled token ids and log-probs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..policy import DecodeState, Policy
+from .sampler import sample
+from .types import Completion, FinishReason, SamplingParams
+
+
+@dataclass(slots=True)
+class GeneratorCounters:
+    """Work done so far, in tokens and forward passes."""
+
+    prompt_tokens: int = 0  # given tokens, counted for every sequence that has them
+    prefill_tokens: int = 0  # given tokens that went through the policy
+    reused_tokens: int = 0  # prompt tokens whose state was copied from a sibling
+    sampled_tokens: int = 0
+    steps: int = 0
+
+
+class Generator(Protocol):
+    """What the episode loop needs: sequences that grow by given tokens and by sampled ones.
+
+    Ids of sessions are never used again. A request (`open` or `extend`) asks for one completion,
+    which a later `step` returns; between its completion and its next request a session waits.
+    """
+
+    seed: int
+    version: int
+    counters: GeneratorCounters
+
+    def open(self, prompt: np.ndarray, keys: Sequence[int], params: SamplingParams,
+             position: int | None = None) -> list[int]:
+        """Start ``len(keys)`` sequences with one prompt; returns their session ids."""
+        ...
+
+    def extend(self, session: int, token_ids: np.ndarray, params: SamplingParams) -> None:
+        """Append given tokens to a waiting session and ask for its next completion."""
+        ...
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """One forward pass for every session that does not wait; the completions that ended."""
+        ...
+
+    def close(self, session: int) -> None:
+        """Forget a waiting session."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every session."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether any session has been asked for a completion."""
+        ...
+
+
+_ROW = np.dtype([
+    ("session", np.int64),
+    ("key", np.uint64),
+    ("position", np.int64),  # index in its trajectory of the token sampled next
+    ("todo", np.int64),  # known tokens that the state has not seen; 0 while waiting
+    ("last", np.int64),  # the newest known token
+    ("count", np.int64),  # tokens of this completion
+    ("budget", np.int64),
+    ("temperature", np.float64),
+    ("stop", np.int64),  # index into the table of stop sets
+])
+
+
+@dataclass(slots=True)
+class _Opening:
+    """Sequences that share a prompt and are still one row, named after the first session."""
+
+    prompt: np.ndarray
+    keys: Sequence[int]
+    sessions: list[int] = field(default_factory=list)
+
+
+class NativeGenerator:
+    """The project's own engine: one `DecodeState` row per session, in one packed forward a step.
+
+    Siblings share one prefill: their row is forked when the prompt is done. Weights may change
+    between steps only (`exclusive`). After a change the states of running completions and of
+    waiting sessions live on, and the versions of their tokens say so; a prompt that is only
+    half done starts again, so that nothing computed by old weights enters a new sequence.
+    ``prefill_tokens`` bounds the tokens of one forward, longer prompts go in pieces.
+    """
+
+    def __init__(self, policy: Policy, seed: int = 0, prefill_tokens: int = 8192) -> None:
+        self.policy = policy.eval()
+        self.seed = seed
+        self.version = 0
+        self.counters = GeneratorCounters()
+        self._prefill_tokens = prefill_tokens
+        self._device = next(policy.parameters()).device
+        self._entry, self._working = Lock(), Lock()
+        self._stop_sets: dict[tuple[int, ...], int] = {}
+        self._stop_table = np.zeros((0, policy.config.vocab_size), np.bool_)
+        self._last_session = -1
+        self.clear()
+
+    def clear(self) -> None:
+        self._state: DecodeState | None = None
+        self._rows = np.zeros(0, _ROW)
+        self._row_of: dict[int, int] = {}
+        self._pieces: dict[int, np.ndarray] = {}  # the known tokens of rows with todo > 1
+        self._openings: dict[int, _Opening] = {}
+        self._unplaced: list[tuple[_Opening, np.void]] = []
+        self._closed: list[int] = []
+        self._num_asked = 0
+        self._state_version = self.version
+        self._tokens = np.zeros((0, 16), np.int32)
+        self._logprobs = np.zeros((0, 16), np.float32)
+        self._versions = np.zeros((0, 16), np.int32)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold off forward passes; a waiting thread gets its turn after at most one step."""
+        # A bare lock would let the stepping thread take it again and again. Here a thread that
+        # waits for the work lock keeps the entry, so the stepping thread queues up behind it.
+        with self._entry:
+            self._working.acquire()
+        try:
+            yield
+        finally:
+            self._working.release()
+
+    @property
+    def busy(self) -> bool:
+        return self._num_asked > 0
+
+    @property
+    def num_sessions(self) -> int:
+        """Open sessions, waiting ones included."""
+        opening = sum(len(o.sessions) - 1 for o in self._openings.values())
+        return len(self._rows) - len(self._closed) + opening + len(self._unplaced)
+
+    def open(self, prompt: np.ndarray, keys: Sequence[int], params: SamplingParams,
+             position: int | None = None) -> list[int]:
+        """As in `Generator`; ``position`` is the length of the trajectory where the prompt is
+        only its end (default: the length of the prompt). ``keys`` are `sampler.stream_key`s."""
+        if len(prompt) == 0 or not keys:
+            raise ValueError("open: a session needs a prompt token and a key")
+        sessions = list(range(self._last_session + 1, self._last_session + 1 + len(keys)))
+        self._last_session = sessions[-1]
+        row = np.zeros((), _ROW)
+        row["session"], row["key"] = sessions[0], keys[0]
+        row["position"] = len(prompt) if position is None else position
+        self._ask(row, params, len(prompt), int(prompt[-1]))
+        opening = _Opening(np.asarray(prompt, np.int64), keys, sessions)
+        self._openings[sessions[0]] = opening
+        self._pieces[sessions[0]] = opening.prompt
+        self._unplaced.append((opening, row))
+        self._num_asked += len(keys)
+        self.counters.prompt_tokens += len(prompt) * len(keys)
+        self.counters.reused_tokens += len(prompt) * (len(keys) - 1)
+        return sessions
+
+    def extend(self, session: int, token_ids: np.ndarray, params: SamplingParams) -> None:
+        row = self._rows[self._row_of[session]]
+        assert row["todo"] == 0, "extend: the session is still sampling"
+        piece = np.concatenate((row["last"][None], token_ids))
+        row["position"] += len(token_ids)
+        self._ask(row, params, len(piece), int(piece[-1]))
+        self._pieces[session] = piece
+        self._num_asked += 1
+        self.counters.prompt_tokens += len(token_ids)
+
+    def close(self, session: int) -> None:
+        assert self._rows[self._row_of[session]]["todo"] == 0, "close: the session is sampling"
+        self._closed.append(self._row_of.pop(session))
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Completion]]:
+        with self.exclusive():
+            if self._state_version != self.version:
+                self._restart_openings()
+            self._place()
+            if self._num_asked == 0:
+                return []
+            active, take = self._plan()
+            logits = self._forward(active, take)
+            self.counters.steps += 1
+            rows = self._rows
+            rows["todo"][active] -= take
+            ready = rows["todo"][active] == 0
+            if not ready.all():
+                active, logits = active[ready], logits[self._index(np.flatnonzero(ready))]
+            if self._openings:
+                active, logits = self._fork(active, logits)
+            return self._sample(active, logits) if len(active) else []
+
+    def _ask(self, row: np.void | np.ndarray, params: SamplingParams, todo: int, last: int) -> None:
+        if params.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {params.max_tokens}")
+        row["todo"], row["last"], row["count"] = todo, last, 0
+        row["budget"], row["temperature"] = params.max_tokens, params.temperature
+        index = self._stop_sets.get(params.stop_token_ids)
+        if index is None:
+            index = self._stop_sets[params.stop_token_ids] = len(self._stop_sets)
+            line = np.zeros((1, self._stop_table.shape[1]), np.bool_)
+            line[0, list(params.stop_token_ids)] = True
+            self._stop_table = np.concatenate((self._stop_table, line))
+        row["stop"] = index
+
+    def _restart_openings(self) -> None:
+        """Forget what old weights made of prompts that are not complete yet."""
+        self._state_version = self.version
+        for session, opening in self._openings.items():
+            index = self._row_of.get(session)
+            if index is not None and self._state is not None:
+                self._state.put(self._index(np.array([index])), self._empty(1))
+                self._rows["todo"][index] = len(opening.prompt)
+                self._pieces[session] = opening.prompt
+
+    def _place(self) -> None:
+        """Drop closed rows and give new sessions theirs."""
+        if self._closed:
+            keep = np.delete(np.arange(len(self._rows)), self._closed)
+            self._closed = []
+            self._take_rows(keep)
+            self._state = self._state.select(self._index(keep)) if len(keep) else None
+        if self._unplaced:
+            fresh = np.stack([row for _, row in self._unplaced])
+            empty = self._empty(len(fresh))
+            self._state = empty if self._state is None else DecodeState.cat([self._state, empty])
+            self._take_rows(np.arange(len(self._rows)), fresh)
+            self._unplaced = []
+
+    def _take_rows(self, index: np.ndarray, fresh: np.ndarray | None = None) -> None:
+        """Reorder, repeat or drop rows, then append ``fresh`` ones."""
+        more = 0 if fresh is None else len(fresh)
+        self._rows = self._rows[index] if fresh is None else np.concatenate(
+            (self._rows[index], fresh))
+        for name in ("_tokens", "_logprobs", "_versions"):
+            old = getattr(self, name)
+            new = np.empty((len(index) + more, old.shape[1]), old.dtype)
+            new[: len(index)] = old[index]
+            setattr(self, name, new)
+        self._row_of = {int(s): i for i, s in enumerate(self._rows["session"])}
+
+    def _plan(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that take part and how many of their tokens each may feed.
+
+        Layers may pad to the longest piece, so it is rows x longest piece that is bounded.
+        """
+        todo = self._rows["todo"]
+        active = np.flatnonzero(todo)
+        longest = max(1, self._prefill_tokens // len(active))
+        return active, np.minimum(todo[active], longest)
+
+    def _forward(self, active: np.ndarray, take: np.ndarray) -> Tensor:
+        """Feed the planned tokens; logits [len(active), V] after the last of each row."""
+        rows = self._rows
+        longest = int(take.max())
+        if longest == 1 and not self._pieces:
+            ids, cu_seqlens = rows["last"][active][:, None], None
+        else:
+            ends = np.cumsum(take)
+            flat = rows["last"][active].repeat(take)
+            for row, end, length in zip(active.tolist(), ends.tolist(), take.tolist(),
+                                        strict=True):
+                session = int(rows["session"][row])
+                piece = self._pieces.get(session)
+                if piece is None:
+                    continue
+                flat[end - length : end] = piece[:length]
+                self.counters.prefill_tokens += length
+                if length == len(piece):
+                    del self._pieces[session]
+                else:
+                    self._pieces[session] = piece[length:]
+            if longest * len(take) == len(flat):
+                ids, cu_seqlens = flat.reshape(len(take), longest), None
+            else:
+                ids = flat[None]
+                cu_seqlens = torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32))
+        input_ids = torch.from_numpy(ids).to(self._device)
+        if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.to(self._device)
+        if len(active) == len(rows):
+            out = self.policy(input_ids, cu_seqlens, self._state, last_only=True)
+            self._state = out.state
+        else:
+            assert self._state is not None
+            index = self._index(active)
+            out = self.policy(input_ids, cu_seqlens, self._state.select(index), last_only=True)
+            self._state.put(index, out.state)
+        return out.logits
+
+    def _fork(self, active: np.ndarray, logits: Tensor) -> tuple[np.ndarray, Tensor]:
+        """Give every sequence of a finished prompt a row of its own."""
+        repeats = np.ones(len(self._rows), np.int64)
+        done: list[_Opening] = []
+        for row in active.tolist():
+            opening = self._openings.pop(int(self._rows["session"][row]), None)
+            if opening is not None:
+                repeats[row] = len(opening.sessions)
+                done.append(opening)
+        if repeats.max() == 1:
+            return active, logits
+        index = np.arange(len(repeats)).repeat(repeats)
+        assert self._state is not None
+        self._state = self._state.select(self._index(index))
+        self._take_rows(index)
+        for opening in done:
+            first = self._row_of[opening.sessions[0]] + 1 - len(opening.sessions)
+            own = slice(first, first + len(opening.sessions))
+            self._rows["session"][own] = opening.sessions
+            self._rows["key"][own] = np.array(opening.keys, np.uint64)
+        self._row_of = {int(s): i for i, s in enumerate(self._rows["session"])}
+        taking_part = np.zeros(len(repeats), np.bool_)
+        taking_part[active] = True
+        expand = np.arange(len(active)).repeat(repeats[active])
+        return np.flatnonzero(taking_part[index]), logits[self._index(expand)]
+
+    def _sample(self, active: np.ndarray, logits: Tensor) -> list[tuple[int, Completion]]:
+        rows = self._rows
+        whole = len(active) == len(rows)
+        mine = rows if whole else rows[active]
+        tokens, logprobs = sample(logits, mine["temperature"], mine["key"], mine["position"])
+        count = mine["count"]
+        if count.max() == self._tokens.shape[1]:
+            for name in ("_tokens", "_logprobs", "_versions"):
+                old = getattr(self, name)
+                setattr(self, name, np.concatenate((old, np.empty_like(old)), axis=1))
+        self._tokens[active, count] = tokens
+        self._logprobs[active, count] = logprobs
+        self._versions[active, count] = self.version
+        stopped = self._stop_table[mine["stop"], tokens]
+        ended = stopped | (count + 1 >= mine["budget"])
+        mine["last"], mine["todo"] = tokens, ~ended
+        mine["position"] += 1
+        mine["count"] += 1
+        if not whole:
+            rows[active] = mine
+        self.counters.sampled_tokens += len(active)
+        return self._completions(active, np.flatnonzero(ended), stopped)
+
+    def _completions(self, active: np.ndarray, ended: np.ndarray,
+                     stopped: np.ndarray) -> list[tuple[int, Completion]]:
+        self._num_asked -= len(ended)
+        out = []
+        for i in ended.tolist():
+            row = int(active[i])
+            count = int(self._rows["count"][row])
+            finish = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
+            out.append((int(self._rows["session"][row]), Completion(
+                self._tokens[row, :count].copy(), self._logprobs[row, :count].copy(),
+                self._versions[row, :count].copy(), finish)))
+        return out
+
+    def _empty(self, num_sequences: int) -> DecodeState:
+        return DecodeState.empty(self.policy.config, num_sequences, device=self._device)
+
+    def _index(self, index: np.ndarray) -> Tensor:
+        return torch.from_numpy(index).to(self._device)

@@ -1,0 +1,174 @@
+"""Stand-ins shared by the tests: a scripted generator, a toy chat format, small environments.
+
+The file is also an environment plug-in (``EnvConfig(plugins=(fakes.__file__,))``), so that worker
+processes can build its environments.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from farhorizon.envs import MessageEnv, register
+from farhorizon.envs.base import Observation, Step
+from farhorizon.envs.types import Message
+from farhorizon.rollout.generator import GeneratorCounters
+from farhorizon.rollout.types import Completion, FinishReason, SamplingParams
+
+
+class WordChat:
+    """A closed vocabulary; text is cut greedily into the longest known words.
+
+    Id 0 ends a message, id 1 opens the policy's turn, words follow. Words that are parts of
+    others (``he`` + ``llo`` = ``hello``) make encoding ambiguous, as real tokenizers are.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+        self._cut = re.compile("|".join(sorted(map(re.escape, words), key=len, reverse=True)))
+        self.stop_token_ids = (0,)
+
+    def ids(self, text: str) -> list[int]:
+        return [2 + self.words.index(word) for word in self._cut.findall(text)]
+
+    def prompt(self) -> list[int]:
+        return [1]
+
+    def render_reply(self, messages: Iterable[Message]) -> list[int]:
+        return [token for message in messages for token in self.ids(message.content)]
+
+    def text(self, sampled_ids: Sequence[int]) -> str:
+        return "".join(self.words[t - 2] for t in sampled_ids if t >= 2)
+
+
+class ScriptedGenerator:
+    """Gives every session the same tokens: ``turns[k]`` for its k-th request, cut to the budget.
+
+    ``requests`` records (known ids so far, budget) of every request.
+    """
+
+    def __init__(self, turns: Sequence[Sequence[int]], seed: int = 0) -> None:
+        self.turns = turns
+        self.seed = seed
+        self.version = 0
+        self.counters = GeneratorCounters()
+        self.requests: list[tuple[list[int], int]] = []
+        self._known: dict[int, list[int]] = {}
+        self._asked: dict[int, tuple[int, SamplingParams]] = {}
+        self._turn: dict[int, int] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._asked)
+
+    def open(self, prompt: np.ndarray, keys: Sequence[int], params: SamplingParams,
+             position: int | None = None) -> list[int]:
+        first = len(self._turn)
+        sessions = list(range(first, first + len(keys)))
+        for session in sessions:
+            self._known[session], self._turn[session] = [], -1
+            self.extend(session, prompt, params)
+        return sessions
+
+    def extend(self, session: int, token_ids: np.ndarray, params: SamplingParams) -> None:
+        assert params.max_tokens >= 1
+        self._known[session] += token_ids.tolist()
+        self._turn[session] += 1
+        self._asked[session] = (self._turn[session], params)
+        self.requests.append((list(self._known[session]), params.max_tokens))
+
+    def step(self) -> list[tuple[int, Completion]]:
+        out = []
+        for session, (turn, params) in self._asked.items():
+            ids = np.array(self.turns[turn][: params.max_tokens], np.int32)
+            self._known[session] += ids.tolist()
+            stopped = ids[-1] in params.stop_token_ids
+            count = len(ids)
+            out.append((session, Completion(
+                ids, np.full(count, -0.5, np.float32), np.full(count, self.version, np.int32),
+                FinishReason.STOP if stopped else FinishReason.LENGTH)))
+        self._asked = {}
+        return out
+
+    def close(self, session: int) -> None:
+        del self._known[session]
+
+    def clear(self) -> None:
+        self._known, self._asked = {}, {}
+
+
+class NeedsKeyword(Exception):
+    """Cannot be unpickled: its constructor needs a keyword."""
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+
+
+class HoldsLock(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("holding a lock")
+        self.lock = threading.Lock()
+
+
+class Unprintable(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+ERRORS = {
+    "plain": lambda: RuntimeError("the sandbox is gone"),
+    "keyword": lambda: NeedsKeyword(code=7),
+    "lock": HoldsLock,
+    "unprintable": Unprintable,
+    "exit": lambda: SystemExit(3),
+}
+
+
+class ScriptedEnv(MessageEnv):
+    """Shows ``prompt``, then ``replies`` one by one; the last answer earns ``reward`` and ends it.
+
+    ``fail_at`` raises ``ERRORS[error]`` in that step, 0 meaning in reset. ``closed`` counts calls
+    of `close` over all instances, ``built`` the instances, ``actions`` what was said.
+    """
+
+    built: ClassVar[int] = 0
+    closed: ClassVar[int] = 0
+
+    def __init__(self, prompt: str = "go", replies: Sequence[str] = (), reward: Any = 1.0,
+                 fail_at: int | None = None, error: str = "plain", delay: float = 0.0) -> None:
+        type(self).built += 1
+        self.prompt, self.replies, self.reward = prompt, tuple(replies), reward
+        self.fail_at, self.error, self.delay = fail_at, error, delay
+        self.actions: list[str] = []
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        if self.fail_at == 0:
+            raise ERRORS[self.error]()
+        return (Message("user", self.prompt),), {}
+
+    def step(self, action: str) -> Step:
+        time.sleep(self.delay)
+        self.actions.append(action)
+        if self.fail_at == len(self.actions):
+            raise ERRORS[self.error]()
+        if len(self.actions) > len(self.replies):
+            return (), self.reward, True, False, {}
+        return self.reply(self.replies[len(self.actions) - 1])
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+register("scripted-v0", ScriptedEnv)

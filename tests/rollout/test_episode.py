@@ -1,0 +1,231 @@
+"""The episode loop: token bookkeeping, budgets, faults and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from farhorizon.configs.errors import UserError
+from farhorizon.configs.schema import RolloutConfig
+from farhorizon.envs.types import StopReason, Task
+from farhorizon.rollout.episode import RolloutStats, run_groups
+from farhorizon.rollout.types import Group, Trajectory
+
+from ..fakes import ScriptedEnv, ScriptedGenerator, WordChat
+
+CHAT = WordChat(["go", "he", "llo", "hello", "tool", "x"])
+GO, HE, LLO, HELLO, TOOL, X = range(2, 8)
+
+
+def play(
+    turns: Sequence[Sequence[int]], env: Callable[[], ScriptedEnv], *, context: int = 64,
+    size: int = 1, retries: int = 0, **config: Any,
+) -> tuple[list[Trajectory], RolloutStats, ScriptedGenerator]:
+    generator = ScriptedGenerator(turns)
+    rollout = RolloutConfig(env_retries=retries, **config)
+    groups, stats = run_groups(generator, [Task("t", 0)], size, env, CHAT, rollout, context)
+    return list(groups[0].trajectories), stats, generator
+
+
+def test_sampled_ids_are_never_encoded_again() -> None:
+    """C04: [he, llo] stays [he, llo] although the text alone encodes to [hello]."""
+    env = ScriptedEnv(replies=["tool"])
+    (one,), _, generator = play([[HE, LLO]] * 2, lambda: env, max_turn_tokens=2)
+    assert CHAT.ids("hello") == [HELLO] and env.actions == ["hello", "hello"]
+    # The first turn ran out of tokens, so the reply begins with the end of that message.
+    assert one.token_ids.tolist() == [GO, 1, HE, LLO, 0, TOOL, 1, HE, LLO]
+    assert generator.requests[1][0] == [GO, 1, HE, LLO, 0, TOOL, 1]
+    assert one.loss_mask.tolist() == [bool(m) for m in [0, 0, 1, 1, 0, 0, 0, 1, 1]]
+    assert one.loss_mask.sum() == 4 == sum(len(s.logprobs) for s in one.segments)
+    assert one.versions.tolist() == [-1, -1, 0, 0, -1, -1, -1, 0, 0]
+
+
+def test_other_tool_text_changes_no_mask() -> None:
+    masks = [play([[HE, 0]] * 2, lambda word=word: ScriptedEnv(replies=[word]))[0][0].loss_mask
+             for word in ("tool", "x")]
+    assert masks[0].tolist() == masks[1].tolist()
+
+
+@pytest.mark.parametrize("limit", [64, 300_000])
+def test_budget_at_the_context_limit(limit: int) -> None:
+    """C27 (a), (b), (c), (e): prompts that leave 4, 0, exactly enough and 1 token."""
+
+    def at(room: int, said: Sequence[int]) -> tuple[Trajectory, ScriptedGenerator, ScriptedEnv]:
+        env = ScriptedEnv("x" * (limit - room - 1))
+        (one,), _, generator = play([said], lambda: env, context=limit)
+        return one, generator, env
+
+    cut, generator, env = at(4, [X] * 16)
+    assert generator.requests[0][1] == 4 and len(cut.token_ids) == limit
+    assert cut.stop is StopReason.CONTEXT_LIMIT and cut.stop.status == "truncated"
+    assert cut.reward == 0.0 and env.actions == []
+
+    full, generator, _ = at(0, [X])
+    assert generator.requests == [] and len(full.token_ids) == limit
+    assert full.stop is StopReason.CONTEXT_LIMIT and full.reward == 0.0
+
+    answered, _, _ = at(4, [X, X, X, 0])
+    assert len(answered.token_ids) == limit
+    assert answered.stop is StopReason.TERMINATED and answered.reward == 1.0
+
+    single, generator, _ = at(1, [X] * 16)
+    assert generator.requests[0][1] == 1 and len(single.token_ids) == limit
+
+
+def test_tool_text_beyond_the_context_limit_ends_the_episode() -> None:
+    """C27 (d)."""
+    assert CHAT.ids("x" * 60) == [X] * 60
+    (one,), _, generator = play([[HE, 0]] * 2, lambda: ScriptedEnv("go", ["x" * 60]))
+    assert one.stop is StopReason.CONTEXT_LIMIT and one.turns == 1 and one.reward == 0.0
+    assert len(generator.requests) == 1 and one.token_ids.tolist() == [GO, 1, HE, 0]
+
+
+def test_a_million_tokens_of_room_cost_nothing() -> None:
+    (one,), _, generator = play([[HE, 0]], ScriptedEnv, context=2**20, max_turn_tokens=2**20)
+    assert one.reward == 1.0 and generator.requests[0][1] == 2**20 - 2
+
+
+def test_first_prompt_beyond_the_context_names_the_setting() -> None:
+    with pytest.raises(UserError, match=r"context=4 is smaller than the first prompt of task t"):
+        play([[X]], lambda: ScriptedEnv("xxxxxxxx"), context=4)
+
+
+def test_turn_limit_keeps_the_reward_so_far() -> None:
+    (one,), stats, _ = play([[HE, 0]] * 5, lambda: ScriptedEnv(replies=["x"] * 9), max_turns=3)
+    assert one.stop is StopReason.TURN_LIMIT and one.turns == 3 and one.reward == 0.0
+    assert stats.turns == 3 and stats.episodes == 1
+
+
+class Tries:
+    """Builds environments, of which the chosen numbers fail."""
+
+    def __init__(self, failing: Sequence[int], **kwargs: Any) -> None:
+        self.failing, self.kwargs, self.built = failing, kwargs, 0
+
+    def __call__(self) -> ScriptedEnv:
+        broken = self.built in self.failing
+        self.built += 1
+        kwargs = self.kwargs if broken else self.kwargs | {"fail_at": None}
+        return ScriptedEnv(**kwargs)
+
+
+@pytest.fixture(autouse=True)
+def count_environments() -> None:
+    ScriptedEnv.built = ScriptedEnv.closed = 0
+
+
+def test_one_failing_member_leaves_the_others_alone() -> None:
+    """C21: member 2 of 4 raises in step 3 of 5."""
+    kwargs = {"replies": ["x"] * 4, "fail_at": 3}
+    four, stats, _ = play([[HE, 0]] * 5, Tries([2], **kwargs), size=4)
+    bad = four[2]
+    assert bad.stop is StopReason.ERROR and bad.turns == 2 and bad.reward is None
+    assert not bad.success and bad.loss_mask.sum() == 0
+    assert bad.error is not None and "RuntimeError: the sandbox is gone" in bad.error
+    assert "in step" in bad.error
+    assert [t.reward for t in four] == [1.0, 1.0, None, 1.0]
+    assert (stats.env_errors, stats.errors, stats.episodes) == (1, 1, 4)
+    assert ScriptedEnv.closed == ScriptedEnv.built == 4
+    clean, _, _ = play([[HE, 0]] * 5, Tries([], **kwargs), size=4)
+    for i in (0, 1, 3):
+        assert four[i].token_ids.tolist() == clean[i].token_ids.tolist()
+
+
+@pytest.mark.parametrize("fail_at", [0, 2])
+def test_a_fault_is_retried_with_a_fresh_environment(fail_at: int) -> None:
+    (one,), stats, _ = play([[HE, 0]] * 3, Tries([0], replies=["x"] * 2, fail_at=fail_at),
+                            retries=1)
+    assert one.reward == 1.0 and one.turns == 3 and one.error is None
+    assert (stats.env_errors, stats.errors) == (1, 0)
+    assert ScriptedEnv.closed == ScriptedEnv.built == 2
+
+
+def test_a_failing_constructor_is_a_fault_too() -> None:
+    def build() -> ScriptedEnv:
+        raise OSError("no space left")
+
+    (one,), stats, generator = play([[X]], build, retries=1)
+    assert one.stop is StopReason.ERROR and one.turns == 0 and len(one.token_ids) == 0
+    assert stats.env_errors == 2 and generator.requests == []
+
+
+@pytest.mark.parametrize(("error", "name", "text"), [
+    ("keyword", "NeedsKeyword", "code 7"),
+    ("lock", "HoldsLock", "holding a lock"),
+    ("unprintable", "Unprintable", "message unavailable"),
+    ("exit", "SystemExit", "3"),
+])
+def test_awkward_exceptions_become_text(error: str, name: str, text: str) -> None:
+    """C12."""
+    (one,), _, _ = play([[HE, 0]] * 2, lambda: ScriptedEnv(fail_at=1, error=error))
+    assert one.stop is StopReason.ERROR and one.error is not None
+    assert one.error.startswith(f"{name}: ") and text in one.error.splitlines()[0]
+    assert "Traceback" in one.error
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -np.inf, None])
+def test_rewards_that_are_no_value_mask_the_episode(reward: Any) -> None:
+    """C22."""
+    (one,), stats, _ = play([[HE, 0]], lambda: ScriptedEnv(reward=reward))
+    assert one.reward is None and one.stop is StopReason.ERROR and one.loss_mask.sum() == 0
+    assert stats.invalid_rewards == 1 and stats.errors == 1 and stats.env_errors == 0
+    assert ScriptedEnv.closed == 1
+
+
+@pytest.mark.parametrize("reward", [np.float32(1), np.array(1.0), torch.tensor(1.0), True, 1])
+def test_numbers_of_any_kind_are_rewards(reward: Any) -> None:
+    (one,), _, _ = play([[HE, 0]], lambda: ScriptedEnv(reward=reward))
+    assert one.reward == 1.0 and type(one.reward) is float and one.success
+
+
+@pytest.mark.parametrize("reward", ["1.0", [1.0], np.ones(1), object()])
+def test_other_rewards_are_the_users_mistake(reward: Any) -> None:
+    with pytest.raises(UserError, match="environment ScriptedEnv: the reward must be a number"):
+        play([[HE, 0]], lambda: ScriptedEnv(reward=reward), size=3)
+    assert ScriptedEnv.closed == ScriptedEnv.built == 3
+
+
+def test_replies_that_are_no_messages_are_a_fault() -> None:
+    class Wrong(ScriptedEnv):
+        def step(self, action: str) -> Any:
+            return "hello", 0.0, False, False, {}
+
+    (one,), _, _ = play([[HE, 0]], Wrong)
+    assert one.error is not None and "environments return Message objects, got str" in one.error
+
+
+def test_slow_environments_run_side_by_side() -> None:
+    """Ten waits of 60 ms each, of which all but the first overlap."""
+    _, stats, _ = play([[HE, 0]] * 2, lambda: ScriptedEnv(delay=0.06), size=10)
+    assert stats.env_seconds > 0.6 > 0.35 > stats.seconds
+
+
+def test_groups_keep_to_the_concurrency_and_the_order_of_tasks() -> None:
+    tasks = [Task(f"t{i}", i) for i in (3, 1, 2)]
+    generator = ScriptedGenerator([[HE, 0]])
+    open_now: list[int] = []
+    step = generator.step
+
+    def watched() -> Any:
+        open_now.append(len(generator._asked))
+        return step()
+
+    generator.step = watched  # type: ignore[method-assign]
+    groups, stats = run_groups(generator, tasks, 4, ScriptedEnv, CHAT,
+                               RolloutConfig(concurrency=6), 64)
+    assert [g.task_id for g in groups] == ["t3", "t1", "t2"]
+    assert all([t.sibling for t in g.trajectories] == [0, 1, 2, 3] for g in groups)
+    assert open_now == [4, 4, 4] and stats.episodes == 12
+
+
+def test_visible_context_shows_only_the_last_tokens() -> None:
+    generator = ScriptedGenerator([[HE, 0]])
+    groups: list[Group]
+    groups, _ = run_groups(generator, [Task("t", 0)], 1, lambda: ScriptedEnv(replies=["tool"] * 2),
+                           CHAT, RolloutConfig(), 64, visible_context=3)
+    assert [known for known, _ in generator.requests] == [[GO, 1], [0, TOOL, 1], [0, TOOL, 1]]
+    assert len(groups[0].trajectories[0].token_ids) == 12

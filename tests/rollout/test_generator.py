@@ -1,0 +1,197 @@
+"""Continuous batching against one sequence at a time, and weights that change underneath."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+
+from farhorizon.policy import Policy, PolicyConfig
+from farhorizon.rollout.generator import NativeGenerator
+from farhorizon.rollout.sampler import sample, stream_key
+from farhorizon.rollout.types import Completion, FinishReason, SamplingParams
+
+STOP = 3
+PARAMS = SamplingParams(temperature=0.8, max_tokens=6, stop_token_ids=(STOP,))
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    torch.manual_seed(0)
+    return Policy(PolicyConfig.tiny(vocab_size=24, hidden_size=32, num_hidden_layers=2))
+
+
+def alone(policy: Policy, ids: Sequence[int], key: int,
+          params: SamplingParams) -> tuple[list[int], list[float]]:
+    """The same completion by running the whole sequence again for every token."""
+    known, logprobs = list(ids), []
+    for _ in range(params.max_tokens):
+        with torch.inference_mode():
+            logits = policy(torch.tensor([known]), last_only=True).logits
+        token, logprob = sample(logits, params.temperature, np.array([key], np.uint64),
+                                np.array([len(known)]))
+        known.append(int(token[0]))
+        logprobs.append(float(logprob[0]))
+        if known[-1] in params.stop_token_ids:
+            break
+    return known[len(ids):], logprobs
+
+
+def converse(
+    generator: NativeGenerator, prompts: Sequence[np.ndarray], siblings: int, turns: int,
+    check: Callable[[list[int], int, Completion], None],
+) -> dict[int, list[int]]:
+    """Talk to all prompts at once; returns all ids by key."""
+    known: dict[int, list[int]] = {}
+    keys: dict[int, int] = {}
+    turn: dict[int, int] = {}
+    for number, prompt in enumerate(prompts):
+        own = [stream_key(0, str(number), i) for i in range(siblings)]
+        for key, session in zip(own, generator.open(prompt, own, PARAMS), strict=True):
+            keys[session], known[key], turn[key] = key, prompt.tolist(), 0
+    while generator.busy:
+        for session, completion in generator.step():
+            key = keys[session]
+            check(known[key], key, completion)
+            known[key] += completion.token_ids.tolist()
+            turn[key] += 1
+            if turn[key] == turns:
+                generator.close(session)
+                continue
+            reply = np.random.default_rng([key, turn[key]]).integers(4, 24, turn[key] * 7 % 13)
+            known[key] += reply.tolist()
+            generator.extend(session, reply, PARAMS)
+    return known
+
+
+def draw(*lengths: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(4, 24, n).astype(np.int32) for n in lengths]
+
+
+@pytest.mark.parametrize("prefill_tokens", [8192, 24])
+def test_batched_sequences_equal_sequences_alone(policy: Policy, prefill_tokens: int) -> None:
+    generator = NativeGenerator(policy, prefill_tokens=prefill_tokens)
+
+    def check(known: list[int], key: int, completion: Completion) -> None:
+        tokens, logprobs = alone(policy, known, key, PARAMS)
+        assert completion.token_ids.tolist() == tokens
+        np.testing.assert_allclose(completion.logprobs, logprobs, atol=2e-5)
+        stopped = completion.finish is FinishReason.STOP
+        assert stopped == (tokens[-1] == STOP) and (stopped or len(tokens) == 6)
+
+    converse(generator, draw(1, 9, 40, 17), siblings=3, turns=3, check=check)
+    assert generator.num_sessions == 0 and not generator.busy
+
+
+def test_siblings_share_one_prefill(policy: Policy) -> None:
+    generator = NativeGenerator(policy)
+    generator.open(draw(50)[0], [1, 2, 3, 4], PARAMS)
+    while generator.busy:
+        generator.step()
+    assert generator.counters.prefill_tokens == 50
+    assert generator.counters.prompt_tokens == 200
+    assert generator.counters.reused_tokens == 150
+
+
+def test_completions_longer_than_the_first_buffer(policy: Policy) -> None:
+    generator = NativeGenerator(policy)
+    params = SamplingParams(max_tokens=50)
+    generator.open(draw(4)[0], [11], params)
+    done = [c for _ in range(50) for c in generator.step()]
+    ((_, completion),) = done
+    assert completion.token_ids.tolist() == alone(policy, draw(4)[0].tolist(), 11, params)[0]
+
+
+def test_requests_below_one_token_are_refused(policy: Policy) -> None:
+    generator = NativeGenerator(policy)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1"):
+        generator.open(draw(4)[0], [11], SamplingParams(max_tokens=0))
+    assert not generator.busy
+
+
+def shifted(policy: Policy, factor: float = 1.05) -> Policy:
+    other = Policy(policy.config)
+    other.load_state_dict({name: tensor * factor for name, tensor in policy.state_dict().items()})
+    return other
+
+
+def swap(generator: NativeGenerator, source: Policy) -> None:
+    with generator.exclusive(), torch.no_grad():
+        for name, tensor in generator.policy.state_dict().items():
+            tensor.copy_(source.state_dict()[name])
+        generator.version += 1
+
+
+def greedy(generator: NativeGenerator, prompt: np.ndarray) -> Completion:
+    (session,) = generator.open(prompt, [0], SamplingParams(temperature=0.0, max_tokens=12))
+    while generator.busy:
+        done = generator.step()
+    generator.close(session)
+    return done[0][1]
+
+
+def test_nothing_of_old_weights_reaches_a_new_sequence(policy: Policy) -> None:
+    """C10: the second request equals that of a generator that only ever knew the new weights."""
+    prompt = draw(64)[0]
+    generator = NativeGenerator(shifted(policy, 1.0))
+    old = greedy(generator, prompt)
+    swap(generator, shifted(policy))
+    before = generator.counters.reused_tokens
+    got, fresh = greedy(generator, prompt), greedy(NativeGenerator(shifted(policy)), prompt)
+    assert generator.counters.reused_tokens - before == 0
+    assert got.token_ids.tolist() == fresh.token_ids.tolist()
+    np.testing.assert_allclose(got.logprobs, fresh.logprobs, atol=1e-6)
+    assert got.versions.tolist() == [1] * 12 and old.versions.tolist() == [0] * 12
+    assert np.abs(got.logprobs - old.logprobs).max() > 1e-3
+
+
+def test_a_prompt_that_is_half_done_starts_again_with_new_weights(policy: Policy) -> None:
+    prompt = draw(64)[0]
+    generator = NativeGenerator(shifted(policy, 1.0), prefill_tokens=40)
+    generator.open(prompt, [5], PARAMS)
+    assert generator.step() == []
+    swap(generator, shifted(policy))
+    done: list[tuple[int, Completion]] = []
+    while generator.busy:
+        done += generator.step()
+    tokens, logprobs = alone(shifted(policy), prompt.tolist(), 5, PARAMS)
+    assert done[0][1].token_ids.tolist() == tokens
+    np.testing.assert_allclose(done[0][1].logprobs, logprobs, atol=2e-5)
+
+
+def test_a_running_completion_says_which_weights_made_each_token(policy: Policy) -> None:
+    generator = NativeGenerator(shifted(policy, 1.0))
+    generator.open(draw(8)[0], [5], SamplingParams(max_tokens=6))
+    for _ in range(2):
+        generator.step()
+    swap(generator, shifted(policy))
+    done = [c for _ in range(4) for c in generator.step()]
+    assert done[0][1].versions.tolist() == [0, 0, 1, 1, 1, 1]
+
+
+def test_a_waiting_thread_gets_in_between_steps(policy: Policy) -> None:
+    generator = NativeGenerator(policy)
+    generator.open(draw(4)[0], [1], SamplingParams(max_tokens=100_000))
+    entered, stop = threading.Event(), threading.Event()
+
+    def wait_for_turn() -> None:
+        with generator.exclusive():
+            entered.set()
+        stop.set()
+
+    generator.step()
+    thread = threading.Thread(target=wait_for_turn)
+    for number in count():
+        if number == 2:
+            thread.start()
+        generator.step()
+        if stop.is_set():
+            break
+        assert number < 50, "the stepping thread starved the waiting one"
+    thread.join()
+    assert entered.is_set()
