@@ -38,12 +38,13 @@ def load_config(schema: type[C], source: str | None, overrides: list[str]) -> C:
         path = find_config(schema, source)
         data = _parse(path.read_text(encoding="utf-8"), f"in {path}")
         _build(schema, data, "", f"in {path}", partial=True)
-    for text in overrides:
-        key, value = _split_override(text)
-        _assign(data, schema, key, value)
-        _build(schema, data, "", "on the command line", partial=True)
     where = f"in {source} or on the command line" if source else "on the command line"
-    return _build(schema, data, "", where, partial=False)
+    return _override(schema, data, overrides, where)
+
+
+def override_config(config: C, overrides: list[str]) -> C:
+    """A copy of `config` with ``key=value`` overrides applied and checked."""
+    return _override(type(config), _plain(config), overrides, "on the command line")
 
 
 def dump_config(config: Any) -> str:
@@ -62,6 +63,14 @@ def find_config(schema: type, source: str) -> Path:
     near = difflib.get_close_matches(source.removeprefix(f"{kind}/"), names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"presets: {', '.join(names) or 'none'}"
     raise UserError(f"config {source}: no such file or {kind} preset; {hint}")
+
+
+def _override(schema: type[C], data: Data, overrides: list[str], where: str) -> C:
+    for text in overrides:
+        key, value = _split_override(text)
+        _assign(data, key, value)
+        _build(schema, data, "", "on the command line", partial=True)
+    return _build(schema, data, "", where, partial=False)
 
 
 def _split_override(text: str) -> tuple[str, Any]:
@@ -103,7 +112,7 @@ def _refuse_interpolations(value: Any, key: str, where: str) -> None:
         _refuse_interpolations(item, f"{key}.{name}".lstrip("."), where)
 
 
-def _assign(data: Data, schema: type, key: str, value: Any) -> None:
+def _assign(data: Data, key: str, value: Any) -> None:
     """Set `key` of nested plain data; list items are addressed by index (``stages.0.steps``)."""
     *parents, last = key.split(".")
     node: Any = data

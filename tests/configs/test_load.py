@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from farhorizon.configs.errors import UserError
-from farhorizon.configs.load import PRESETS, dump_config, load_config
+from farhorizon.configs.load import PRESETS, dump_config, load_config, override_config
 from farhorizon.configs.schema import (
     EnvConfig,
     EvalConfig,
@@ -178,6 +178,18 @@ def test_dump_reloads_to_an_equal_config(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config))
     assert load_config(TrainConfig, str(path), []) == config
+
+
+def test_overriding_a_built_config() -> None:
+    config = load_config(TrainConfig, None, BASE)
+    changed = override_config(config, ["learner.betas=[0.5, 0.6]", "env.kwargs.turns=2"])
+    assert changed == replace(
+        config, learner=replace(config.learner, betas=(0.5, 0.6)),
+        env=EnvConfig(id="echo-v0", kwargs={"turns": 2}),
+    )
+    assert config.env.kwargs == {}
+    with pytest.raises(UserError, match="unknown key sed"):
+        override_config(config, ["sed=1"])
 
 
 def test_unknown_preset_suggests_one() -> None:
