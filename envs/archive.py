@@ -171,21 +171,32 @@ class Archive(ToolEnv):
             )
 
     def _pages_for(self, tokens: int) -> int:
-        """Pages that fill about ``tokens`` tokens, chat format and replies included."""
-        self._open(0)
-        # Per page: role and delimiters of two messages (7), the reply and its stop token.
-        sample = [self._render_page(k) for k in range(min(self.pages, 16))]
-        if self.style == "brief":
-            fixed = 24
-            per_page = sum(len(page.split()) for page in sample) / len(sample) + 7 + 3
-        else:
-            fixed = 24 + len(_INSTRUCTIONS) // 4
-            per_page = sum(len(page) for page in sample) / len(sample) / 4 + 7 + 8
-        pages = int((tokens - fixed) / per_page)
+        """Pages that fill about ``tokens`` tokens, chat format and replies included.
+
+        One word is a token in the brief style, four characters in the full one; every message
+        costs four more for its role and delimiters.
+        """
+
+        def count(text: str) -> float:
+            return 4 + (len(text.split()) if self.style == "brief" else len(text) / 4)
+
+        frame = 2 * count("answer word") + count("next")
+        frame += count("go") if self.style == "brief" else count(_INSTRUCTIONS)
+        pages = self.pages
+        for _ in range(2):  # the share of starred pages depends on how many pages there are
+            self._set_pages(max(pages, 1))
+            self._open(0)
+            sample = range(0, self.pages, -(-self.pages // 64))
+            cost = 0.0
+            for number in sample:
+                fact = self._starred(number)
+                cost += count(self._render_page(number))
+                cost += count(f"note {fact.name} {fact.source}" if fact else "next")
+            pages = round((tokens - frame) * len(sample) / cost)
         if pages < 1:
             raise UserError(
-                f"archive-v0: tokens={tokens} is too short; a page takes about {per_page:.0f} "
-                f"and the frame {fixed}"
+                f"archive-v0: tokens={tokens} is too short; a page takes about "
+                f"{cost / len(sample):.0f} and the frame {frame:.0f}"
             )
         return pages
 

@@ -22,6 +22,7 @@ SKIPPED_FOLDERS = frozenset(
 )
 MAX_FILE_BYTES = 1 << 20  # larger files are tables, not prose or code
 MAX_RANKED_NAMES = 256  # most frequent names that decide which sources are chosen
+MAX_SEARCHED_SOURCES = 16  # larger alphabets take the sources that share most names
 MAX_TOTAL_BYTES = 64 << 20  # a folder is read in sorted order up to here
 
 # Strings and comments come first so that a "def" inside them is never taken for a definition.
@@ -105,6 +106,11 @@ def _choose(
     plain: bool,
     reserved: frozenset[str],
 ) -> FactTable:
+    if num_sources is not None and min_sources > num_sources:
+        raise UserError(
+            f"text folder {folder}: min_sources={min_sources} is more than sources={num_sources}; "
+            "lower min_sources"
+        )
     corpus = _by_source(read_folder(folder), plain, num_sources, reserved)
     degree = Counter(name for facts in corpus.values() for name in facts)
     shared = {
@@ -146,7 +152,10 @@ def _dense(shared: dict[str, set[str]], num_sources: int, min_sources: int) -> l
     degree = Counter(name for names in shared.values() for name in names)
     common = set(sorted(degree, key=lambda n: (-degree[n], n))[:MAX_RANKED_NAMES])
     ranked = {source: names & common for source, names in shared.items()}
-    pool = sorted(ranked, key=lambda s: (-len(ranked[s]), s))[: max(64, 2 * num_sources)]
+    pool = sorted(ranked, key=lambda s: (-len(ranked[s]), s))
+    if num_sources > MAX_SEARCHED_SOURCES:
+        return sorted(pool[:num_sources])
+    pool = pool[: 4 * MAX_SEARCHED_SOURCES]
 
     def score(chosen: list[str]) -> tuple[int, int]:
         count = Counter(name for source in chosen for name in ranked[source])
