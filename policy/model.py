@@ -61,15 +61,19 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        blocks: list[torch.Tensor],
+        blocks: tuple[torch.Tensor, ...],
         partial: torch.Tensor,
         packing: Packing,
         state: DecodeState | None,
-    ) -> torch.Tensor:
-        """The new partial sum; a finished block is appended to ``blocks`` (K3 report 2.2)."""
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Finished blocks and the new partial sum (K3 report 2.2).
+
+        Blocks are returned, never appended in place: sharding engines hand a module copies of
+        the containers it is called with.
+        """
         if self.block_size is None:
             partial = partial + self._attend(partial, packing, state)
-            return partial + self._feed(partial)
+            return blocks, partial + self._feed(partial)
         if blocks:
             mixed = mix(
                 [*blocks, partial], self.self_attention_res_proj.weight,
@@ -79,11 +83,11 @@ class DecoderLayer(nn.Module):
             mixed = partial
         boundary = self.index % self.block_size == 0
         if boundary:
-            blocks.append(partial)
+            blocks = (*blocks, partial)
         attended = self._attend(mixed, packing, state)
         partial = attended if boundary else partial + attended
         mixed = mix([*blocks, partial], self.mlp_res_proj.weight, self.mlp_res_norm.weight, self.eps)
-        return partial + self._feed(mixed)
+        return blocks, partial + self._feed(mixed)
 
     def _attend(self, x: torch.Tensor, packing: Packing, state: DecodeState | None) -> torch.Tensor:
         x = self.input_layernorm(x)
@@ -114,10 +118,10 @@ class PolicyModel(nn.Module):
         self, input_ids: torch.Tensor, packing: Packing, state: DecodeState | None
     ) -> torch.Tensor:
         """Final hidden states ``[T, D]`` of flattened ``input_ids [T]``."""
-        blocks: list[torch.Tensor] = []
+        blocks: tuple[torch.Tensor, ...] = ()
         partial = self.embed_tokens(input_ids)
         for layer in self.layers:
-            partial = layer(blocks, partial, packing, state)
+            blocks, partial = layer(blocks, partial, packing, state)
         if self.attention_residuals:
             partial = mix(
                 [*blocks, partial], self.output_attn_res_proj.weight,
