@@ -182,7 +182,7 @@ class Archive(ToolEnv):
 
         frame = 2 * count("answer word") + count("next")
         frame += count("go") if self.style == "brief" else count(_INSTRUCTIONS)
-        pages = self.pages
+        pages, per_page = self.pages, 0.0
         for _ in range(2):  # the share of starred pages depends on how many pages there are
             self._set_pages(max(pages, 1))
             self._open(0)
@@ -192,11 +192,12 @@ class Archive(ToolEnv):
                 fact = self._starred(number)
                 cost += count(self._render_page(number))
                 cost += count(f"note {fact.name} {fact.source}" if fact else "next")
-            pages = round((tokens - frame) * len(sample) / cost)
+            per_page = cost / len(sample)
+            pages = round((tokens - frame) / per_page)
         if pages < 1:
             raise UserError(
-                f"archive-v0: tokens={tokens} is too short; a page takes about "
-                f"{cost / len(sample):.0f} and the frame {frame:.0f}"
+                f"archive-v0: tokens={tokens} is too short; a page takes about {per_page:.0f} "
+                f"and the frame {frame:.0f}"
             )
         return pages
 

@@ -54,7 +54,7 @@ class Fact:
 class TextFile:
     """What was found in one file: ``names`` maps each name to its kind and doc.
 
-    ``source`` is the dotted module or path, e.g. ``json.decoder``.
+    ``source`` is the dotted module or path without spaces, e.g. ``json.decoder``.
     """
 
     path: str
@@ -112,17 +112,19 @@ def _choose(
             "lower min_sources"
         )
     corpus = _by_source(read_folder(folder), plain, num_sources, reserved)
-    degree = Counter(name for facts in corpus.values() for name in facts)
-    shared = {
-        source: {n for n in facts if degree[n] >= min_sources} for source, facts in corpus.items()
-    }
-    chosen = sorted(corpus) if num_sources is None else _dense(shared, num_sources, min_sources)
-    wanted = len(chosen) if num_sources is None else num_sources
-    if len(chosen) < max(wanted, min_sources):
+    wanted = max(num_sources or 0, min_sources)
+    if len(corpus) < wanted:
         raise UserError(
-            f"text folder {folder}: {len(chosen)} usable files, but sources="
-            f"{max(wanted, min_sources)} are needed; name a larger folder or lower sources"
+            f"text folder {folder}: {len(corpus)} files with usable names, but sources={wanted} "
+            "are needed; name a larger folder or lower sources"
         )
+    degree = Counter(name for found in corpus.values() for name in found)
+    shared = {
+        source: {n for n in found if degree[n] >= min_sources} for source, found in corpus.items()
+    }
+    chosen = sorted(corpus)
+    if num_sources is not None:
+        chosen = _dense(shared, num_sources, min_sources)
     count = Counter(n for source in chosen for n in shared[source] if n not in chosen)
     found = sorted((n for n in count if count[n] >= min_sources), key=lambda n: (-count[n], n))
     if len(found) < max(num_names or 4, 4):
@@ -172,7 +174,7 @@ def _dense(shared: dict[str, set[str]], num_sources: int, min_sources: int) -> l
             gain = {s: sum(min(count[n], min_sources) ** 2 for n in ranked[s]) for s in rest}
             chosen.append(max(rest, key=lambda s: gain[s]))
             count.update(ranked[chosen[-1]])
-        best = max(best, chosen, key=score)
+        best = max(best or chosen, chosen, key=score)
     for index in range(2 * len(best)):
         spot = index % len(best)
         others = [s for s in pool if s not in best]
@@ -191,17 +193,16 @@ def _by_source(
     """
     corpus: dict[str, dict[str, TextFile]] = {}
     if not plain:
-        return {file.source: dict.fromkeys(file.names, file) for file in files}
+        return {file.source: dict.fromkeys(file.names, file) for file in files if file.names}
     for part, any_word in ((0, False), (-1, False), (-1, True)):
         corpus = {}
         for file in files:
             word = re.sub(r"\W+", "_", file.source.split(".")[part].lower())
             if word in reserved or not (any_word or _PLAIN.fullmatch(word)):
                 continue
-            found = corpus.setdefault(word, {})
             for name, (kind, _) in file.names.items():
                 if name not in reserved and (kind == "word" or _PLAIN.fullmatch(name)):
-                    found.setdefault(name, file)
+                    corpus.setdefault(word, {}).setdefault(name, file)
         if len(corpus) >= (num_sources or 4):
             break
     return corpus
@@ -257,10 +258,10 @@ def _read_code(path: str, content: str) -> TextFile:
         name = match["name"]
         if name is not None and not name.startswith("_"):
             names.setdefault(name, (match["kind"], (match["doc"] or "").strip()))
-    return TextFile(path, ".".join(parts), names)
+    return TextFile(path, re.sub(r"\s+", "_", ".".join(parts)), names)
 
 
 def _read_prose(path: str, content: str) -> TextFile:
-    source = os.path.splitext(path)[0].replace(os.sep, ".")
+    source = re.sub(r"\s+", "_", os.path.splitext(path)[0]).replace(os.sep, ".")
     words = sorted({word.lower() for word in _WORD.findall(content)})
     return TextFile(path, source, dict.fromkeys(words, ("word", "")))

@@ -152,22 +152,12 @@ def test_only_the_right_answer_is_rewarded_at_the_question(action: str) -> None:
 
 
 def answer_with(env: Archive, *, note: str) -> float:
-    """Turn all pages, noting ``right``, ``wrong``, ``none`` or first wrong then right; answer."""
+    """Turn all pages, noting stars ``right``, ``wrong`` or not at all, then answer rightly."""
     env.reset(seed=1)
-    env.step("next")
     while not env.expert().strip().startswith("answer"):
         _, *words = env.expert().split()
-        env.step(
-            f"note {words[0]} nowhere"
-            if words and note in ("wrong", "both")
-            else env.expert()
-            if note == "right"
-            else "next"
-        )
-    asked = env._question
-    assert asked is not None
-    if note == "both":  # the note may be corrected as long as pages are left
-        env._notes[asked.name] = asked.source
+        wrong = f"note {words[0]} nowhere" if words else "next"
+        env.step({"right": env.expert(), "wrong": wrong, "none": "next"}[note])
     return env.step(env.expert())[1]
 
 
