@@ -13,10 +13,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from farhorizon.envs import MessageEnv, register
 from farhorizon.envs.base import Observation, Step
 from farhorizon.envs.types import Message
+from farhorizon.policy import Policy
+from farhorizon.policy.weights import (
+    PolicyVersion,
+    Publication,
+    WeightManifest,
+    fill_buckets,
+    policy_digest,
+)
 from farhorizon.rollout.generator import GeneratorCounters
 from farhorizon.rollout.types import Completion, FinishReason, SamplingParams
 
@@ -102,6 +111,22 @@ class ScriptedGenerator:
         self._known, self._asked = {}, {}
 
 
+def publish(policy: Policy, number: int, bucket_bytes: int = 4096,
+            temperature: float = 1.0) -> Publication:
+    """What a learner that holds ``policy`` would publish, within one process."""
+    state = policy.state_dict()
+    manifest = WeightManifest.of(state)
+    packed = list(fill_buckets(manifest, ((n, state[n]) for n in manifest.names), bucket_bytes))
+    digests = tuple(d for _, some in packed for d in some)
+    ids = torch.arange(24) % policy.config.vocab_size
+    with torch.no_grad():
+        out = policy(ids[None], rows=torch.arange(23), targets=ids[1:], temperature=temperature)
+    return Publication(
+        PolicyVersion(number, policy_digest(manifest, digests)), manifest,
+        tuple(bucket for bucket, _ in packed), digests, ids.numpy(), out.logprobs.numpy(),
+        temperature, 1e-4)
+
+
 class NeedsKeyword(Exception):
     """Cannot be unpickled: its constructor needs a keyword."""
 
@@ -137,7 +162,8 @@ class ScriptedEnv(MessageEnv):
     """Shows ``prompt``, then ``replies`` one by one; the last answer earns ``reward`` and ends it.
 
     ``fail_at`` raises ``ERRORS[error]`` in that step, 0 meaning in reset. ``closed`` counts calls
-    of `close` over all instances, ``built`` the instances, ``actions`` what was said.
+    of `close` over all instances, ``built`` the instances, ``actions`` what was said. The metadata
+    of a task replaces arguments of that name.
     """
 
     built: ClassVar[int] = 0
@@ -154,6 +180,8 @@ class ScriptedEnv(MessageEnv):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         super().reset(seed=seed, options=options)
+        for name, value in self.task.metadata.items() if self.task is not None else ():
+            setattr(self, name, value)
         if self.fail_at == 0:
             raise ERRORS[self.error]()
         return (Message("user", self.prompt),), {}

@@ -1,0 +1,36 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_local() -> Iterator[None]:
+    """A local Ray on loopback, as a run starts it; one for the whole session."""
+    from farhorizon.launch.cluster import cluster
+
+    with cluster(None):
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint folder of an untrained tiny policy that knows the words of `Echo`."""
+    import torch
+
+    from farhorizon.envs.echo import WORDS
+    from farhorizon.policy import Policy, PolicyConfig
+    from farhorizon.policy.checkpoint import StageRecord, save_checkpoint
+    from farhorizon.policy.tokenizer import tokenizer_sha256, train_tokenizer
+
+    words = [f" {word}" for word in WORDS]
+    tokenizer = train_tokenizer(["".join(words)], 288, words)
+    torch.manual_seed(0)
+    config = PolicyConfig.tiny(vocab_size=288, hidden_size=32, num_hidden_layers=2)
+    stage = StageRecord(512, (512,), 0, tokenizer_sha256(tokenizer))
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny"
+    return save_checkpoint(folder, Policy(config), config, tokenizer, stage)

@@ -1,0 +1,179 @@
+"""Rollout actors on a real local Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from farhorizon.configs.errors import UserError
+from farhorizon.configs.schema import EnvConfig, RolloutConfig
+from farhorizon.envs.types import Message, StopReason, Task
+from farhorizon.policy.checkpoint import load_checkpoint
+from farhorizon.policy.tokenizer import ChatFormat
+from farhorizon.rollout.actor import RolloutPool, check_errors
+from farhorizon.rollout.episode import RolloutStats, run_groups
+from farhorizon.rollout.generator import NativeGenerator
+from farhorizon.rollout.sync import SyncError
+from farhorizon.rollout.types import Group
+
+from .. import fakes
+
+REPLIES = [" red", " green blue", " black", " red red"]
+ENV = EnvConfig(id="scripted-v0", kwargs={"prompt": " go", "replies": REPLIES},
+                plugins=(fakes.__file__,))
+ROLLOUT = RolloutConfig(actors=2, concurrency=5, max_turn_tokens=6, env_retries=0,
+                        max_error_fraction=0.9)
+TASKS = [Task(f"t{i}", i) for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def pool(ray_local: None, tiny_checkpoint: Path) -> Iterator[RolloutPool]:
+    pool = RolloutPool(str(tiny_checkpoint), ENV, ROLLOUT, context=128, seed=3)
+    yield pool
+    pool.close()
+
+
+def here(checkpoint: Path, concurrency: int) -> list[Group]:
+    """The same rollout without Ray."""
+    loaded = load_checkpoint(checkpoint)
+    groups, _ = run_groups(
+        NativeGenerator(loaded.policy, seed=3), TASKS, 3,
+        lambda: fakes.ScriptedEnv(" go", REPLIES), ChatFormat(loaded.tokenizer),
+        replace(ROLLOUT, concurrency=concurrency), 128)
+    return groups
+
+
+def ids(groups: list[Group]) -> dict[tuple[str, int], list[int]]:
+    return {(t.task_id, t.sibling): t.token_ids.tolist() for g in groups for t in g.trajectories}
+
+
+def test_actors_and_batching_never_change_a_sample(
+    pool: RolloutPool, tiny_checkpoint: Path
+) -> None:
+    groups, stats = pool.collect(pool.submit(TASKS, 3))
+    assert [g.task_id for g in groups] == [t.id for t in TASKS]
+    assert stats.episodes == 15 and stats.turns == 75 and stats.errors == 0
+    for concurrency in (1, 64):
+        assert ids(here(tiny_checkpoint, concurrency)) == ids(groups)
+    again, _ = pool.collect(pool.submit(TASKS[::-1], 3))
+    assert [g.task_id for g in again] == ["t4", "t3", "t2", "t1", "t0"]
+    assert ids(again) == ids(groups)
+    assert len({tuple(t) for t in ids(groups).values()}) == 15
+
+
+def test_rollout_logprobs_are_those_of_one_forward(
+    pool: RolloutPool, tiny_checkpoint: Path
+) -> None:
+    groups, _ = pool.collect(pool.submit(TASKS[:2], 1))
+    policy = load_checkpoint(tiny_checkpoint).policy
+    for group in groups:
+        one = group.trajectories[0]
+        tokens = torch.as_tensor(one.token_ids, dtype=torch.long)
+        with torch.no_grad():
+            out = policy(tokens[None], rows=torch.arange(len(tokens) - 1), targets=tokens[1:])
+        gap = np.abs(out.logprobs.numpy() - one.logprobs[1:])[one.loss_mask[1:]]
+        assert len(gap) > 5 and gap.max() < 1e-4
+
+
+def test_greedy_is_an_argument_of_one_submission(pool: RolloutPool) -> None:
+    greedy, _ = pool.collect(pool.submit(TASKS[:1], 3, greedy=True))
+    sampled, _ = pool.collect(pool.submit(TASKS[:1], 3))
+    first = [t.segments[1].token_ids.tolist() for t in greedy[0].trajectories]
+    assert first[0] == first[1] == first[2]
+    assert len({tuple(t.segments[1].token_ids.tolist()) for t in sampled[0].trajectories}) == 3
+
+
+def test_awkward_faults_come_home_as_text_and_the_actor_lives_on(pool: RolloutPool) -> None:
+    """C12."""
+    awkward = {"keyword": "NeedsKeyword: code 7", "lock": "HoldsLock: holding a lock",
+               "unprintable": "Unprintable: <message unavailable"}
+    tasks = [Task(f"bad-{error}", 0, (), {"fail_at": 2, "error": error}) for error in awkward]
+    groups, stats = pool.collect(pool.submit([*tasks, TASKS[0], TASKS[1]], 1))
+    for group, text in zip(groups, awkward.values(), strict=False):
+        bad = group.trajectories[0]
+        assert bad.stop is StopReason.ERROR and bad.turns == 1
+        assert bad.error is not None and bad.error.startswith(text) and "Traceback" in bad.error
+    assert stats.errors == 3 and groups[3].trajectories[0].reward == 1.0
+    assert pool.process_ids == _ping(pool)
+    assert pool.collect(pool.submit(TASKS[:1], 1))[1].errors == 0
+
+
+def _ping(pool: RolloutPool) -> list[int]:
+    import ray
+
+    return ray.get([actor.ping.remote() for actor in pool.actors])
+
+
+def test_a_users_mistake_keeps_its_type_and_its_line(pool: RolloutPool) -> None:
+    tasks = [Task("text", 0, (), {"reward": "1.0"})]
+    with pytest.raises(UserError, match=r"^environment ScriptedEnv: the reward must be a number"):
+        pool.collect(pool.submit(tasks, 1))
+
+
+def test_weights_change_under_running_episodes(pool: RolloutPool, tiny_checkpoint: Path) -> None:
+    before, _ = pool.collect(pool.submit(TASKS, 3))
+    policy = load_checkpoint(tiny_checkpoint).policy
+    broken = fakes.publish(policy, 1)
+    broken.buckets[1].payload[3] ^= 1
+    with pytest.raises(SyncError, match=r"version 1 refused: model\..*: its bytes are not those"):
+        pool.sync(broken)
+    same, _ = pool.collect(pool.submit(TASKS, 3))
+    assert ids(same) == ids(before) and pool.version is None
+
+    with torch.no_grad():
+        for tensor in policy.state_dict().values():
+            tensor.mul_(1.05)
+    slow = [replace(task, metadata={"delay": 0.1}) for task in TASKS]
+    refs = pool.submit(slow, 3)
+    time.sleep(0.35)
+    pool.sync(fakes.publish(policy, 2))
+    groups, _ = pool.collect(refs)
+    spans = [set(t.versions[t.loss_mask].tolist()) for g in groups for t in g.trajectories]
+    assert {0, 2} in spans and {2} in spans
+    assert pool.version is not None and pool.version.number == 2
+
+    after, _ = pool.collect(pool.submit(TASKS, 3))
+    fresh, _ = run_groups(NativeGenerator(policy, seed=3), TASKS, 3,
+                          lambda: fakes.ScriptedEnv(" go", REPLIES),
+                          ChatFormat(load_checkpoint(tiny_checkpoint).tokenizer), ROLLOUT, 128)
+    assert ids(after) == ids(fresh) != ids(before)
+
+
+def test_a_pool_that_cannot_start_says_why(ray_local: None, tiny_checkpoint: Path) -> None:
+    """C23: a misspelt environment or folder is one line, in every worker."""
+    one = replace(ROLLOUT, actors=1)
+    wrong = replace(ENV, id="fakes:ScriptedEnvv")
+    with pytest.raises(UserError, match="did you mean 'ScriptedEnv'"):
+        RolloutPool(str(tiny_checkpoint), wrong, one, context=128, seed=0)
+
+
+def test_too_many_failed_episodes_stop_the_run() -> None:
+    stats = RolloutStats(episodes=10, errors=3)
+    groups, _ = run_groups(
+        fakes.ScriptedGenerator([[2, 0]]), [Task("t", 0)], 1,
+        lambda: fakes.ScriptedEnv(fail_at=1), fakes.WordChat(["go"]),
+        RolloutConfig(env_retries=0), 64)
+    check_errors(groups, stats, 0.3)
+    with pytest.raises(UserError, match=r"3 of 10 episodes failed, more than rollout\.max_error_"
+                                        r"fraction=0\.2; the first with RuntimeError: the sand"):
+        check_errors(groups, stats, 0.2)
+
+
+def test_chat_messages_are_what_the_policy_sees(tiny_checkpoint: Path) -> None:
+    """Prompt + sampled ids are the rendered conversation, up to how the answer was cut."""
+    loaded = load_checkpoint(tiny_checkpoint)
+    chat = ChatFormat(loaded.tokenizer)
+    groups = here(tiny_checkpoint, 64)
+    for one in groups[0].trajectories:
+        first = [*chat.render(Message("user", " go")), *chat.prompt()]
+        assert one.segments[0].token_ids.tolist() == first
+        reply = one.segments[2].token_ids.tolist()
+        end = [] if one.segments[1].token_ids[-1] == chat.stop_token_ids[0] else [
+            chat.stop_token_ids[0]]
+        assert reply == [*end, *chat.render(Message("tool", REPLIES[0])), *chat.prompt()]
