@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from ..configs.errors import UserError
+from .interrupt import RunFailed
 
-USER_MISTAKE, INTERRUPTED = 2, 130
+FAILED, USER_MISTAKE, INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,10 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         # Ray wraps what an actor raised; its own text would be the whole remote traceback.
         cause = getattr(error, "cause", None) or error
-        if not isinstance(cause, UserError):
+        if not isinstance(cause, UserError | RunFailed):
             raise
         print(f"farhorizon: {cause}", file=sys.stderr)
-        return USER_MISTAKE
+        return USER_MISTAKE if isinstance(cause, UserError) else FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,10 +100,10 @@ def _eval(arguments: argparse.Namespace) -> int:
     from ..configs.load import load_config
     from ..configs.schema import EvalConfig
 
-    config = load_config(EvalConfig, None, arguments.overrides)
+    load_config(EvalConfig, None, arguments.overrides)  # mistakes are told at once
     from .evaluate import evaluate
 
-    return evaluate(arguments.path, config)
+    return evaluate(arguments.path, arguments.overrides)
 
 
 def _play(arguments: argparse.Namespace) -> int:

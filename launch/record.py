@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
@@ -34,18 +34,29 @@ class Recorder:
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def metrics(self, step: int, values: Mapping[str, float | int | str]) -> None:
-        """One row; non-finite numbers become null, which every JSON reader accepts."""
-        row = {"step": step, **{name: _finite(value) for name, value in values.items()}}
-        self.rows.append(row)
-        with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        """The row of a step, or more values for the newest one.
+
+        Non-finite numbers become null, which every JSON reader accepts.
+        """
+        finite = {name: _finite(value) for name, value in values.items()}
+        if self.rows and self.rows[-1]["step"] == step:
+            self.rows[-1].update(finite)
+            _write(self._metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
+        else:
+            self.rows.append({"step": step, **finite})
+            with self._metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self.rows[-1]) + "\n")
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._board.add_scalar(name, value, step)
         self._board.flush()
 
     def rollouts(
-        self, step: int, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase
+        self,
+        step: int,
+        groups: Sequence[Group],
+        tokenizer: PreTrainedTokenizerBase,
+        kind: Literal["step", "heldout"] = "step",
     ) -> None:
         """``rollouts/step-N.jsonl``: one trajectory per line, its text split by who wrote it."""
         lines: list[str] = []
@@ -56,7 +67,7 @@ class Recorder:
                 break
             lines.append(line)
             room -= len(line)
-        _write(self.folder / "rollouts" / f"step-{step}.jsonl", "".join(x + "\n" for x in lines))
+        _write(self.folder / "rollouts" / f"{kind}-{step}.jsonl", "".join(x + "\n" for x in lines))
 
     def curve(self, title: str) -> Path:
         """Redraw ``learning_curve.png``."""

@@ -1,0 +1,143 @@
+"""Held-out evaluation of a run or checkpoint: success with its interval, turns, tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ..configs.errors import UserError
+from ..configs.load import load_config, override_config
+from ..configs.schema import EnvConfig, EvalConfig, TrainConfig
+from ..envs.registry import tasks
+from ..policy.checkpoint import check_context, read_stage
+from ..policy.tokenizer import load_tokenizer
+from ..rollout.actor import RolloutPool
+from ..rollout.types import Group
+from .cluster import cluster
+from .interrupt import RunFailed
+from .prepare import check_first_prompt, find_checkpoint, portable
+from .report import Evaluation, wilson
+
+
+def evaluate(path: str, overrides: list[str]) -> int:
+    """Evaluate what ``path`` names, print a table and write ``eval.json``; returns 0.
+
+    Settings that are not given are those of the run that ``path`` is or belongs to.
+    """
+    checkpoint = find_checkpoint(path).absolute()
+    config = override_config(_defaults(checkpoint, Path(path), overrides), overrides)
+    if config.env is None:
+        raise UserError(f"{path} belongs to no run: name the environment, env.id=...")
+    env = portable(config.env)
+    context = config.context or read_stage(checkpoint).context
+    if config.episodes < 1:
+        raise UserError(f"episodes={config.episodes} must be at least 1")
+    check_context(checkpoint, context, config.allow_longer_context)
+    check_first_prompt(env, context, load_tokenizer(checkpoint), config.seed)
+    with cluster(config.ray_address):
+        pool = RolloutPool(str(checkpoint), env, config.rollout, context, config.seed,
+                           visible_context=config.visible_context)
+        try:
+            result, groups = measure(pool, env, config.episodes, config.seed, str(checkpoint),
+                                     greedy=config.greedy)
+        finally:
+            pool.close()
+    file = _output(config, Path(path))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+    _print_table(result, groups, env, context, config)
+    print(f"written {file}")
+    return 0
+
+
+def measure(
+    pool: RolloutPool,
+    env: EnvConfig,
+    episodes: int,
+    seed: int,
+    checkpoint: str,
+    greedy: bool = False,
+) -> tuple[Evaluation, list[Group]]:
+    """Success on the first ``episodes`` held-out tasks of ``seed``, one episode each.
+
+    Episodes that ended in an error stay in the denominator; RunFailed if all of them did.
+    """
+    wanted = tasks(env.id, "heldout", 0, episodes, seed)
+    groups, _ = pool.collect(pool.submit(wanted, 1, greedy=greedy))
+    return summarise(groups, episodes, seed, checkpoint), groups
+
+
+def summarise(groups: list[Group], episodes: int, seed: int, checkpoint: str) -> Evaluation:
+    """The figures of one evaluation of ``episodes`` tasks."""
+    played = [t for group in groups for t in group.trajectories]
+    completed = [t for t in played if t.reward is not None]
+    errors = episodes - len(completed)
+    if not completed:
+        first = next((t.error for t in played if t.error), "unknown").splitlines()[0]
+        raise RunFailed(f"evaluation: all {episodes} episodes failed; first error: {first}")
+    successes = sum(t.success for t in completed)
+    low, high = wilson(successes, episodes)
+    return Evaluation(
+        success=successes / episodes, ci_low=low, ci_high=high, episodes=episodes, errors=errors,
+        turns_mean=sum(t.turns for t in completed) / len(completed),
+        tokens_mean=sum(len(t.token_ids) for t in completed) / len(completed),
+        seed=seed, checkpoint=checkpoint,
+    )
+
+
+def _defaults(checkpoint: Path, path: Path, overrides: list[str]) -> EvalConfig:
+    """Settings of the run around a checkpoint.
+
+    A run folder may come from somebody else: code that its config names is run only when the
+    command line names it too.
+    """
+    for folder in (path, checkpoint.parent.parent):
+        file = folder / "config.yaml"
+        if file.is_file():
+            run = load_config(TrainConfig, str(file), [])
+            break
+    else:
+        return EvalConfig()
+    if run.env.plugins and not any(o.startswith("env.plugins=") for o in overrides):
+        named = ",".join(run.env.plugins)
+        raise UserError(f"{file} names code of its own; to run it, add env.plugins=[{named}]")
+    return EvalConfig(env=run.env, seed=run.seed, context=run.context, rollout=run.rollout,
+                      allow_longer_context=run.allow_longer_context, ray_address=run.ray_address)
+
+
+def _output(config: EvalConfig, path: Path) -> Path:
+    name = "eval.json"
+    if config.visible_context is not None:
+        name = f"eval-visible-{config.visible_context}.json"
+    if config.output is None:
+        return path / name
+    return Path(config.output) if config.output.endswith(".json") else Path(config.output) / name
+
+
+def _print_table(
+    result: Evaluation, groups: list[Group], env: EnvConfig, context: int, config: EvalConfig
+) -> None:
+    completed = result.episodes - result.errors
+    successes = round(result.success * result.episodes)
+    stops: dict[str, int] = {}
+    for trajectory in (t for group in groups for t in group.trajectories):
+        stops[str(trajectory.stop)] = stops.get(str(trajectory.stop), 0) + 1
+    seen = f"{config.visible_context} last tokens" if config.visible_context else "everything"
+    table = Table(title=f"{env.id}, held-out, seed {result.seed}", show_header=False)
+    for name, value in (
+        ("checkpoint", result.checkpoint),
+        ("context", f"{context} tokens, the policy sees {seen}"),
+        ("success", f"{successes}/{result.episodes} = {result.success:.3f}"),
+        ("95 % interval", f"{result.ci_low:.3f} to {result.ci_high:.3f} (Wilson)"),
+        ("of completed", f"{successes}/{completed} = {successes / completed:.3f}"),
+        ("errors", f"{result.errors} of {result.episodes}"),
+        ("turns", f"{result.turns_mean:.1f} mean of completed"),
+        ("tokens", f"{result.tokens_mean:.1f} mean of completed"),
+        ("stopped by", ", ".join(f"{name} {count}" for name, count in sorted(stops.items()))),
+    ):
+        table.add_row(name, value)
+    Console().print(table)

@@ -1,0 +1,85 @@
+"""One episode, printed turn by turn, with the sampled (trained) tokens marked."""
+
+from __future__ import annotations
+
+import sys
+
+from ..configs.errors import UserError
+from ..configs.schema import PlayConfig
+from ..envs.base import MessageEnv
+from ..envs.registry import make_config, tasks
+from ..envs.types import Task
+from ..policy.checkpoint import check_context, load_checkpoint
+from ..policy.tokenizer import ChatFormat
+from ..rollout.episode import run_groups
+from ..rollout.generator import NativeGenerator
+from ..rollout.types import Trajectory
+from .prepare import check_first_prompt, find_checkpoint
+
+TRAINED, GIVEN = ">", " "
+
+
+def play(config: PlayConfig) -> int:
+    """Print the held-out episode of ``config.seed``; returns 0."""
+    task = tasks(config.env.id, "heldout", 0, 1, config.seed)[0]
+    if config.policy is None:
+        _play_expert(make_config(config.env), task, config.rollout.max_turns)
+    else:
+        _play_policy(config, task)
+    return 0
+
+
+def _play_policy(config: PlayConfig, task: Task) -> None:
+    folder = find_checkpoint(str(config.policy))
+    checkpoint = load_checkpoint(folder)
+    context = config.context or checkpoint.stage.context
+    check_context(folder, context, config.allow_longer_context)
+    check_first_prompt(config.env, context, checkpoint.tokenizer, config.seed)
+    groups, _ = run_groups(
+        NativeGenerator(checkpoint.policy, config.seed), [task], 1,
+        lambda: make_config(config.env), ChatFormat(checkpoint.tokenizer), config.rollout, context,
+    )
+    trajectory = groups[0].trajectories[0]
+    print(f"{config.env.id}  task {task.id}  seed {task.seed}  policy {folder}")
+    print(f"'{TRAINED}' marks tokens the policy sampled, which training learns from")
+    for segment in trajectory.segments:
+        text = checkpoint.tokenizer.decode(segment.token_ids.tolist())
+        _print_turn(str(text), segment.sampled)
+    print(_outcome(trajectory))
+
+
+def _play_expert(env: MessageEnv, task: Task, max_turns: int) -> None:
+    if not env.has_expert():
+        env.close()
+        raise UserError(f"{type(env).__name__} has no expert: add policy=FOLDER to play it")
+    print(f"{type(env).__name__}  task {task.id}  seed {task.seed}  played by its expert")
+    print(f"'{TRAINED}' marks what a policy would have written, which training learns from")
+    messages, _ = env.reset(seed=task.seed, options={"task": task})
+    total, turns, ended = 0.0, 0, False
+    while True:
+        for message in messages:
+            _print_turn(f"{message.role}: {message.content}", False)
+        if ended or turns >= max_turns:
+            break
+        action = env.expert()
+        _print_turn(f"assistant: {action}", True)
+        messages, reward, terminated, truncated, _ = env.step(action)
+        total, turns, ended = total + float(reward), turns + 1, terminated or truncated
+    env.close()
+    success = total >= env.success_threshold
+    print(f"reward {total:g}  success {success}  turns {turns}")
+
+
+def _print_turn(text: str, trained: bool) -> None:
+    mark = TRAINED if trained else GIVEN
+    colour = trained and sys.stdout.isatty()
+    for line in text.splitlines() or [""]:
+        print(f"{mark} \033[32m{line}\033[0m" if colour else f"{mark} {line}")
+
+
+def _outcome(trajectory: Trajectory) -> str:
+    trained = int(trajectory.loss_mask.sum())
+    reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
+    text = (f"reward {reward}  success {trajectory.success}  turns {trajectory.turns}  "
+            f"stop {trajectory.stop}  tokens {len(trajectory.token_ids)} ({trained} trained)")
+    return text if trajectory.error is None else f"{text}\n{trajectory.error}"

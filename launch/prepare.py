@@ -1,0 +1,170 @@
+"""Everything that can be wrong with a run, found before Ray starts or anything is written."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from ..configs.errors import UserError
+from ..configs.load import dump_config, load_config
+from ..configs.schema import EnvConfig, RolloutConfig, TrainConfig
+from ..envs.registry import make_config, tasks
+from ..policy.checkpoint import StageRecord, check_context, read_config, read_stage
+from ..policy.tokenizer import ChatFormat, load_tokenizer
+from . import checkpoints
+from .checkpoints import Found, RunState
+
+# A run keeps these for life: its data and its random numbers follow from them.
+IDENTITY = ("env", "seed", "group_size", "groups_per_step")
+
+
+@dataclass(slots=True)
+class Run:
+    """A checked run: where it starts and how far it is."""
+
+    config: TrainConfig
+    folder: Path
+    checkpoint: Path  # weights to start with
+    resumed: Found | None
+    tokenizer: PreTrainedTokenizerFast
+    stage: StageRecord
+    notes: list[str]
+    step: int = 0
+    tasks: int = 0  # training tasks used up
+
+    @property
+    def state(self) -> RunState:
+        """What a checkpoint of this moment says."""
+        return RunState(self.step, self.tasks, config_digest(self.config))
+
+
+def prepare(config: TrainConfig) -> Run:
+    """Check a training config against the world; UserError for whatever does not fit."""
+    _check_numbers(config)
+    folder = Path(config.output).absolute()
+    config = replace(config, output=str(folder), env=portable(config.env))
+    if checkpoints.newest(folder) is None:
+        config = replace(config, policy=str(find_checkpoint(config.policy).absolute()))
+    else:  # its weights are not needed any more
+        config = replace(config, policy=str(Path(config.policy).absolute()))
+    notes: list[str] = []
+    resumed = _find_resumable(config, folder, notes)
+    checkpoint = resumed.folder if resumed else Path(config.policy)
+    read_config(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
+    check_context(checkpoint, config.context, config.allow_longer_context)
+    check_first_prompt(config.env, config.context, tokenizer, config.seed)
+    state = resumed.state if resumed else RunState(0, 0, "")
+    return Run(config, folder, checkpoint, resumed, tokenizer, read_stage(checkpoint), notes,
+               state.step, state.tasks)
+
+
+def portable(env: EnvConfig) -> EnvConfig:
+    """The same environment with absolute plug-in paths, for processes in other folders."""
+    plugins = [str(Path(p).expanduser().absolute()) if p.endswith(".py") else p
+               for p in env.plugins]
+    return replace(env, plugins=tuple(plugins))
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint folder that ``path`` names: itself, or the newest complete one of a run."""
+    path = Path(path)
+    if (path / "config.json").is_file():
+        return path
+    if (path / "checkpoints").is_dir():
+        found = checkpoints.newest(path)
+        if found is None:
+            raise UserError(f"{path}: the run has no complete checkpoint")
+        return found.folder
+    missing = "no such folder" if not path.is_dir() else "neither a checkpoint nor a run folder"
+    raise UserError(f"{path}: {missing}")
+
+
+def check_first_prompt(
+    env: EnvConfig, context: int, tokenizer: PreTrainedTokenizerFast, seed: int
+) -> None:
+    """Build the environment, start one episode, and see that its prompt leaves room to answer."""
+    task = tasks(env.id, "train", 0, 1, seed)[0]
+    made = make_config(env)
+    try:
+        messages, _ = made.reset(seed=task.seed, options={"task": task})
+    except UserError:
+        raise
+    except Exception as error:  # boundary to user code: its fault in one line
+        raise UserError(f"env.id {env.id}: reset failed: {type(error).__name__}: {error}") from None
+    finally:
+        made.close()
+    chat = ChatFormat(tokenizer)
+    length = len(chat.render_reply(messages)) + len(chat.prompt())
+    if length >= context:
+        raise UserError(
+            f"context={context} is too small: the first prompt of {env.id} has {length} tokens; "
+            f"set context to at least {length + 1}"
+        )
+
+
+def config_digest(config: TrainConfig) -> str:
+    """Tells two configs apart."""
+    return hashlib.blake2b(dump_config(config).encode(), digest_size=16).hexdigest()
+
+
+def _find_resumable(config: TrainConfig, folder: Path, notes: list[str]) -> Found | None:
+    complete, torn = checkpoints.scan(folder)
+    if config.resume == "never":
+        if complete:
+            raise UserError(f"output {folder} already holds a run and resume=never; "
+                            "choose another output or resume=auto")
+        return None
+    notes += [f"skipped incomplete checkpoint {path}" for path in torn]
+    if not complete:
+        if config.resume == "required":
+            raise UserError(f"resume=required: {folder} has no complete checkpoint")
+        return None
+    found = complete[-1]
+    if found.state.config != config_digest(config):
+        before = load_config(TrainConfig, str(folder / "config.yaml"), [])
+        changed = _changes(before, config)
+        for text in changed:
+            if text.split(".")[0].split(":")[0] in IDENTITY:
+                raise UserError(f"output {folder} holds a run with another {text}; "
+                                "choose another output")
+        notes += [f"settings changed since the last run: {text}" for text in changed]
+    return found
+
+
+def _changes(before: Any, after: Any, key: str = "") -> list[str]:
+    """Leaves that differ, as ``key: old -> new``."""
+    if not hasattr(before, "__dataclass_fields__"):
+        return [f"{key}: {before} -> {after}"] if before != after else []
+    out: list[str] = []
+    for name in before.__dataclass_fields__:
+        out += _changes(getattr(before, name), getattr(after, name), f"{key}.{name}".lstrip("."))
+    return out
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    minimum = {
+        "steps": 0, "context": 1, "groups_per_step": 1, "group_size": 2, "max_staleness": 0,
+        "eval_every": 0, "eval_episodes": 0, "save_every": 0, "keep": 1,
+        "rollout.actors": 1, "rollout.concurrency": 1, "rollout.max_turn_tokens": 1,
+        "rollout.max_turns": 1, "rollout.env_retries": 0,
+        "learner.ranks": 1, "learner.micro_batch_tokens": 1, "learner.minibatches": 1,
+        "sync.bucket_mb": 1, "sync.canary_tokens": 2,
+    }
+    for key, least in minimum.items():
+        value: Any = config
+        for name in key.split("."):
+            value = getattr(value, name)
+        if value < least:
+            raise UserError(f"{key}={value} must be at least {least}")
+    check_temperature(config.rollout)
+
+
+def check_temperature(rollout: RolloutConfig) -> None:
+    """Training needs a distribution: greedy samples have none."""
+    if rollout.temperature <= 0:
+        raise UserError(f"rollout.temperature={rollout.temperature} must be above 0 for training")

@@ -1,0 +1,195 @@
+"""The training loop: evaluate, then rollout, update, publish, record until the steps are done.
+
+Synchronous training is ``max_staleness = 0`` of the same loop: one batch in flight. Sampling is
+keyed by run seed, task and sibling, and a checkpoint holds weights, optimizer and the number of
+tasks used up, so a resumed synchronous run repeats what an uninterrupted one would have done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ..configs.load import dump_config
+from ..configs.schema import TrainConfig
+from ..envs.registry import tasks
+from ..rl.actor import LearnerGroup
+from ..rl.types import UpdateResult
+from ..rollout.actor import RolloutPool
+from ..rollout.buffer import GroupBuffer
+from ..rollout.episode import RolloutStats
+from ..rollout.types import Group
+from . import checkpoints
+from .cluster import cluster
+from .evaluate import measure
+from .interrupt import uninterrupted
+from .prepare import Run, prepare
+from .progress import Display
+from .record import Recorder
+from .report import Evaluation, closing_lines, curve_points, resume_line
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run at work: what is known of it, and the processes that do it."""
+
+    run: Run
+    pool: RolloutPool
+    learner: LearnerGroup
+    recorder: Recorder
+    display: Display
+
+
+def train(config: TrainConfig) -> int:
+    """Run or resume a training job; the exit code: 0, or 130 when Ctrl-C stopped it."""
+    run = prepare(config)
+    for note in run.notes:
+        print(note)
+    if run.step >= run.config.steps:
+        print(f"{run.folder}: finished with {run.step} steps, 0 steps to do; steps=N goes further, "
+              f"farhorizon eval {run.folder} evaluates it")
+        return 0
+    recorder = Recorder(run.folder, dump_config(run.config), run.step)
+    with cluster(run.config.ray_address), ExitStack() as stack:
+        stack.callback(recorder.close)
+        display = stack.enter_context(Display(run.config.steps, run.step))
+        job = _start(run, recorder, display, stack)
+        try:
+            result = _loop(job)
+        except KeyboardInterrupt:
+            with uninterrupted():
+                folder = _save(job)
+            display.line(f"interrupted after step {run.step}, saved {folder}")
+            display.line(f"resume      {resume_line(run.folder, run.config.steps)}")
+            return 130
+    before, _ = curve_points(recorder.rows)
+    first = before[0] if before and before[0].step == 0 else None
+    folder = checkpoints.newest(run.folder)
+    assert folder is not None
+    for line in closing_lines(first, result, run.folder, folder.folder, run.step):
+        print(line)
+    return 0
+
+
+def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> Job:
+    """Start the processes and give the rollout side the learner's weights, proven equal."""
+    config = run.config
+    with display.phase("start"):
+        pool = RolloutPool(str(run.checkpoint), config.env, config.rollout, config.context,
+                           config.seed)
+        stack.callback(pool.close)
+        learner = LearnerGroup(str(run.checkpoint), config.learner, config.algorithm, config.sync,
+                               config.seed, config.rollout.temperature)
+        stack.callback(learner.close)
+        if run.resumed is not None:
+            learner.load(run.resumed.folder / "state")
+            display.line(f"resumed {run.resumed.folder}: {run.step} of {config.steps} steps done")
+        pool.sync(learner.publish())
+    return Job(run, pool, learner, recorder, display)
+
+
+def _loop(job: Job) -> Evaluation | None:
+    """All steps that are left; the final evaluation."""
+    run, config, display = job.run, job.run.config, job.display
+    result: Evaluation | None = None
+    if run.step == 0 and config.eval_episodes:
+        _evaluate(job)
+    buffer = GroupBuffer(config.max_staleness)
+    in_flight: deque[list] = deque()
+    while run.step < config.steps:
+        with display.phase("rollout"):
+            while len(in_flight) <= config.max_staleness:
+                start = run.tasks + len(in_flight) * config.groups_per_step
+                batch = tasks(config.env.id, "train", start, config.groups_per_step, config.seed)
+                in_flight.append(job.pool.submit(batch, config.group_size))
+            groups, stats = job.pool.collect(in_flight.popleft())
+        # From here to the record the step is one piece: Ctrl-C waits.
+        with uninterrupted():
+            assert job.pool.version is not None
+            buffer.add(groups)
+            fresh = buffer.take(config.groups_per_step, job.pool.version.number)
+            with display.phase("learn"):
+                update = job.learner.update(fresh)
+            if not update.skipped:
+                with display.phase("sync"):
+                    job.pool.sync(job.learner.publish())
+            run.step += 1
+            run.tasks += config.groups_per_step
+            _record(job, groups, stats, update, len(groups) - len(fresh))
+        last = run.step == config.steps
+        if last or (config.save_every and run.step % config.save_every == 0):
+            with uninterrupted():
+                _save(job)
+        due = last or (config.eval_every and run.step % config.eval_every == 0)
+        if due and config.eval_episodes:
+            result = _evaluate(job)
+    return result
+
+
+def _record(
+    job: Job, groups: list[Group], stats: RolloutStats, result: UpdateResult, stale: int
+) -> None:
+    """Write the finished step to the run folder and show it."""
+    run, display = job.run, job.display
+    played = [t for group in groups for t in group.trajectories]
+    rewards = [t.reward for t in played if t.reward is not None]
+    varied = sum(len({t.reward for t in g.trajectories} - {None}) > 1 for g in groups)
+    tokens = sum(len(t.token_ids) for t in played)
+    run.stage = replace(run.stage, tokens_seen=run.stage.tokens_seen + tokens)
+    seconds = display.take_seconds()
+    total = sum(seconds.get(name, 0.0) for name in ("rollout", "learn", "sync"))
+    success = sum(t.success for t in played) / max(len(rewards), 1)
+    if varied == 0:
+        display.line(f"step {run.step}: no group had reward variance, nothing to learn from")
+    if result.skipped and varied > 0:
+        display.line(f"step {run.step}: update skipped, weights stay at version {result.version}")
+    if stats.errors or stale:
+        display.line(f"step {run.step}: {stats.errors} failed episodes, {stale} stale groups")
+    job.recorder.metrics(run.step, {
+        "train/success": success,
+        "train/reward": sum(rewards) / max(len(rewards), 1),
+        "train/groups": len(groups),
+        "train/groups_without_variance": len(groups) - varied,
+        "train/groups_stale": stale,
+        "train/tokens": tokens,
+        "train/tokens_per_second": tokens / max(total, 1e-9),
+        "train/version": result.version,
+        "train/update_skipped": int(result.skipped),
+        **{f"rollout/{name}": value for name, value in asdict(stats).items()},
+        **{f"learn/{name}": value for name, value in result.metrics.items()},
+        **{f"seconds/{name}": value for name, value in seconds.items()},
+    })
+    job.recorder.rollouts(run.step, groups, run.tokenizer)
+    job.recorder.curve(run.folder.name)
+    display.step(run.step, total, tokens / max(total, 1e-9), success)
+
+
+def _evaluate(job: Job) -> Evaluation:
+    """Held-out success of the current weights, into the metrics of the current step."""
+    config, run = job.run.config, job.run
+    with job.display.phase("evaluate"):
+        result, groups = measure(job.pool, config.env, config.eval_episodes, config.seed, "")
+    seconds = job.display.take_seconds()
+    names = ("success", "ci_low", "ci_high", "episodes", "errors", "turns_mean", "tokens_mean")
+    job.recorder.metrics(run.step, {
+        **{f"eval/{name}": getattr(result, name) for name in names},
+        "seconds/evaluate": seconds["evaluate"],
+    })
+    job.recorder.rollouts(run.step, groups, run.tokenizer, kind="heldout")
+    job.recorder.curve(run.folder.name)
+    job.display.line(f"step {run.step}/{config.steps}  held-out success {result}")
+    return result
+
+
+def _save(job: Job) -> Path:
+    """A complete checkpoint of this moment."""
+    run = job.run
+
+    def write(folder: Path) -> None:
+        job.learner.save_policy(folder, replace(run.stage, parent=run.config.policy))
+        job.learner.save(folder / "state")
+
+    with job.display.phase("save"):
+        return checkpoints.save(run.folder, run.state, write, run.config.keep)

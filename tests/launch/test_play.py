@@ -1,0 +1,37 @@
+"""Episodes on the screen, sampled text marked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farhorizon.configs.errors import UserError
+from farhorizon.configs.schema import EnvConfig, PlayConfig, RolloutConfig
+from farhorizon.launch.play import play
+
+
+def test_expert_episode(capsys: pytest.CaptureFixture[str]) -> None:
+    assert play(PlayConfig(env=EnvConfig(id="echo-v0", kwargs={"turns": 2}))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[0] for line in lines[2:6]] == [" ", ">", " ", ">"]
+    assert lines[2].split()[-1] == lines[3].split()[-1]
+    assert lines[6:] == ["reward 1  success True  turns 2"]
+
+
+def test_policy_episode(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = PlayConfig(env=EnvConfig(id="echo-v0"), policy=str(checkpoint),
+                        rollout=RolloutConfig(max_turn_tokens=3))
+    assert play(config) == 0
+    text = capsys.readouterr().out
+    assert "\n  <|open|>user<|sep|> " in text
+    assert "\n> " in text
+    assert "stop terminated" in text
+    assert play(config) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_environment_without_expert() -> None:
+    fakes = Path(__file__).parents[1] / "fakes.py"
+    with pytest.raises(UserError, match="has no expert: add policy=FOLDER"):
+        play(PlayConfig(env=EnvConfig(id="scripted-v0", plugins=(str(fakes),))))

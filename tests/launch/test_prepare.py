@@ -1,0 +1,120 @@
+"""Bad input of a run is found before Ray starts, in one line each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from farhorizon.configs.errors import UserError
+from farhorizon.configs.load import dump_config, override_config
+from farhorizon.configs.schema import EnvConfig, TrainConfig
+from farhorizon.launch import checkpoints
+from farhorizon.launch.checkpoints import RunState
+from farhorizon.launch.prepare import config_digest, find_checkpoint, prepare
+
+
+@pytest.fixture
+def config(checkpoint: Path, tmp_path: Path) -> TrainConfig:
+    return TrainConfig(policy=str(checkpoint), output=str(tmp_path / "run"), context=64,
+                       env=EnvConfig(id="echo-v0"))
+
+
+def save_run(config: TrainConfig, step: int) -> Path:
+    """A checkpoint of a run as the loop leaves it."""
+    folder = Path(config.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config))
+    state = RunState(step, step * 8, config_digest(config))
+    return checkpoints.save(folder, state, lambda f: shutil.copytree(config.policy, f) and None, 2)
+
+
+def test_fresh_run(config: TrainConfig, checkpoint: Path) -> None:
+    run = prepare(config)
+    assert (run.step, run.tasks, run.resumed, run.notes) == (0, 0, None, [])
+    assert run.checkpoint == checkpoint
+    assert run.stage.tokens_seen == 1000
+    assert not run.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy=/nosuch", "/nosuch: no such folder"),
+        ("env.id=ecko-v0", r"env\.id 'ecko-v0' is not registered .*echo-v0"),
+        ("env.kwargs.turn=2", "unknown argument 'turn'.*turns"),
+        ("env.plugins=[nosuch.py]", r"env\.plugins: no such file"),
+        ("context=65", "context=65 is longer than the 64 tokens"),
+        ("context=6", r"context=6 is too small: the first prompt of echo-v0 has \d+ tokens"),
+        ("resume=required", "resume=required: .* has no complete checkpoint"),
+        ("group_size=1", "group_size=1 must be at least 2"),
+        ("keep=0", "keep=0 must be at least 1"),
+        ("rollout.temperature=0", r"rollout\.temperature=0\.0 must be above 0"),
+    ],
+)
+def test_bad_input_is_one_line(config: TrainConfig, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        prepare(override_config(config, [override]))
+    assert "\n" not in str(caught.value)
+
+
+def test_context_may_be_longer_when_told(config: TrainConfig) -> None:
+    assert prepare(replace(config, context=65, allow_longer_context=True)).config.context == 65
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "linear_attn_config", "kv_lora_rank"])
+def test_checkpoint_without_a_field_names_it(
+    config: TrainConfig, tmp_path: Path, field: str
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(config.policy, folder)
+    content = json.loads((folder / "config.json").read_text())
+    del content[field]
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"config\.json: missing {field}"):
+        prepare(replace(config, policy=str(folder)))
+
+
+def test_resume_takes_the_newest_complete_checkpoint(config: TrainConfig) -> None:
+    config = prepare(config).config  # with absolute paths, as a run stores it
+    save_run(config, 1)
+    newest = save_run(config, 2)
+    torn = save_run(config, 3)
+    (torn / "run.json").write_text("")
+    run = prepare(config)
+    assert (run.step, run.tasks) == (2, 16)
+    assert run.checkpoint == newest
+    assert run.notes == [f"skipped incomplete checkpoint {torn}"]
+    assert find_checkpoint(config.output) == newest
+    with pytest.raises(UserError, match="already holds a run and resume=never"):
+        prepare(replace(config, resume="never"))
+
+
+def test_changed_settings_are_told_and_another_task_is_refused(config: TrainConfig) -> None:
+    config = prepare(config).config
+    save_run(config, 1)
+    run = prepare(override_config(config, ["steps=50", "learner.lr=1e-3"]))
+    assert run.notes == ["settings changed since the last run: steps: 20 -> 50",
+                         "settings changed since the last run: learner.lr: 1e-06 -> 0.001"]
+    with pytest.raises(UserError, match="holds a run with another seed: 0 -> 1"):
+        prepare(replace(config, seed=1))
+
+
+def test_resume_needs_no_starting_checkpoint(config: TrainConfig, tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    shutil.copytree(config.policy, start)
+    config = prepare(replace(config, policy=str(start))).config
+    save_run(config, 4)
+    shutil.rmtree(start)
+    assert prepare(config).step == 4
+
+
+def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="neither a checkpoint nor a run folder"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        find_checkpoint(tmp_path)
