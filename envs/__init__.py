@@ -5,7 +5,6 @@ from .base import MessageEnv, ToolEnv, tool
 from .check import check_env
 from .echo import Echo
 from .registry import (
-    confirm_plugins,
     make,
     make_config,
     register,
@@ -25,7 +24,6 @@ __all__ = [
     "Task",
     "ToolEnv",
     "check_env",
-    "confirm_plugins",
     "make",
     "make_config",
     "register",

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -77,20 +77,6 @@ def resolve_plugins(config: EnvConfig) -> EnvConfig:
         str(Path(p).expanduser().resolve()) if _is_file(p) else p for p in config.plugins
     )
     return dataclasses.replace(config, plugins=plugins)
-
-
-def confirm_plugins(stored: EnvConfig, named: Sequence[str]) -> None:
-    """Refuse plug-ins that a stored config asks for and the user did not name again.
-
-    A run folder or checkpoint may come from somebody else: loading its plug-ins would run code
-    of their choice.
-    """
-    unnamed = [p for p in stored.plugins if p not in named]
-    if unnamed:
-        raise UserError(
-            f"env.plugins: the stored config asks to import {', '.join(unnamed)}; if you trust "
-            f"it, name it again: env.plugins=[{','.join(stored.plugins)}]"
-        )
 
 
 def _is_file(plugin: str) -> bool:

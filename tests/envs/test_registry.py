@@ -14,7 +14,6 @@ from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import EnvConfig
 from farhorizon.envs import (
     check_env,
-    confirm_plugins,
     make,
     make_config,
     register,
@@ -146,14 +145,6 @@ def test_a_callable_named_in_the_arguments_is_data() -> None:
         make("echo-v0", _target_="builtins.eval")
     with pytest.raises(UserError, match=r"unknown argument 'turn'.*did you mean 'turns'"):
         make("echo-v0", turn=1)
-
-
-def test_plugins_of_a_stored_config_must_be_named_again() -> None:
-    stored = EnvConfig(id="a:B", plugins=("a.py", "b"))
-    confirm_plugins(EnvConfig(id="echo-v0"), ())
-    confirm_plugins(stored, ("b", "a.py", "c"))
-    with pytest.raises(UserError, match=r"env\.plugins: the stored config asks to import b; "):
-        confirm_plugins(stored, ("a.py",))
 
 
 def test_a_factory_must_make_an_environment() -> None:
