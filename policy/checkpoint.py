@@ -85,6 +85,7 @@ def save_checkpoint(folder: str | Path, weights: Weights, config: PolicyConfig,
     policy.
     """
     folder = Path(folder)
+    check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f".{folder.name}.partial"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -135,6 +136,13 @@ def load_checkpoint(folder: str | Path, dtype: torch.dtype = torch.float32) -> C
     return Checkpoint(policy.eval(), tokenizer, stage)
 
 
+def check_replaceable(folder: Path) -> None:
+    """Refuse to put a checkpoint in the place of anything but a checkpoint."""
+    if folder.exists() and not (folder / "config.json").is_file() and (
+            not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"output {folder}: exists and is no checkpoint; choose another output")
+
+
 def read_config(folder: str | Path) -> PolicyConfig:
     """The configuration of a checkpoint folder; a field that sizes the policy must be there."""
     file = Path(folder) / "config.json"
@@ -175,7 +183,7 @@ def check_context(folder: str | Path, context: int, allow_longer: bool) -> None:
     trained = read_stage(folder).context
     if context > trained and not allow_longer:
         raise UserError(f"context={context} is longer than the {trained} tokens that {folder} was "
-                        "trained for; lower it, train a longer stage, or set "
+                        "trained for; lower it, train a longer stage, or, in train and eval, set "
                         "allow_longer_context=true")
 
 

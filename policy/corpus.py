@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -35,6 +35,8 @@ _BLOCK_BYTES = 1 << 16  # read and tokenised at once, at most
 
 class Demonstrator(Protocol):
     """An environment with an expert."""
+
+    success_threshold: ClassVar[float]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None
               ) -> tuple[Sequence[Message], dict[str, Any]]: ...
@@ -53,6 +55,23 @@ class Demonstration(NamedTuple):
     assistant_mask: np.ndarray
 
 
+def expert_messages(env: Demonstrator, seed: int) -> Iterator[Message]:
+    """The expert's episode for ``seed``, message by message, as a rollout would see it: nothing
+    follows the action that ends it. Raises `UserError` after an episode that is no success."""
+    messages, _ = env.reset(seed=seed)
+    total, done = 0.0, False
+    while not done:
+        yield from messages
+        action = env.expert()
+        yield Message("assistant", action)
+        messages, reward, terminated, truncated, _ = env.step(action)
+        total += float(reward)
+        done = terminated or truncated
+    if total < env.success_threshold:
+        raise UserError(f"env: its expert fails on seed {seed} (reward {total:g}, success needs "
+                        f"{env.success_threshold:g}); demonstrations must be correct")
+
+
 def demonstration(env: Demonstrator, seed: int, chat: ChatFormat,
                   max_tokens: int | None = None) -> Demonstration:
     """The expert's episode for ``seed``, token for token what a rollout of it would be.
@@ -61,20 +80,16 @@ def demonstration(env: Demonstrator, seed: int, chat: ChatFormat,
     """
     token_ids: list[int] = []
     mask: list[bool] = []
-    messages, _ = env.reset(seed=seed)
     prefix = len(chat.prompt())
-    while True:
-        observed = chat.render_reply(messages)
-        action = env.expert()
-        spoken = chat.render(Message("assistant", action))
-        token_ids += observed + spoken
-        mask += [False] * (len(observed) + prefix) + [True] * (len(spoken) - prefix)
+    for message in expert_messages(env, seed):
+        rendered = chat.render(message)
+        given = prefix if message.role == "assistant" else len(rendered)
+        token_ids += rendered
+        mask += [False] * given + [True] * (len(rendered) - given)
         if max_tokens is not None and len(token_ids) > max_tokens:
             raise UserError(f"env: the demonstration of seed {seed} is longer than the context of "
                             f"{max_tokens} tokens; shorten the episode through env.kwargs")
-        messages, _, terminated, truncated, _ = env.step(action)
-        if terminated or truncated:
-            return Demonstration(np.asarray(token_ids, np.int32), np.asarray(mask, np.bool_))
+    return Demonstration(np.asarray(token_ids, np.int32), np.asarray(mask, np.bool_))
 
 
 @dataclass(frozen=True, slots=True)

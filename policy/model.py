@@ -115,9 +115,29 @@ class PolicyModel(nn.Module):
             self.output_attn_res_proj = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(
-        self, input_ids: torch.Tensor, packing: Packing, state: DecodeState | None
-    ) -> torch.Tensor:
-        """Final hidden states ``[T, D]`` of flattened ``input_ids [T]``."""
+        self,
+        input_ids: torch.Tensor,
+        packing: Packing | None = None,
+        state: DecodeState | None = None,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **_: Any,
+    ) -> Any:
+        """Final hidden states ``[T, D]`` of flattened ``input_ids [T]``.
+
+        Without ``packing`` it is what a trainer with an output head of its own calls: ``input_ids
+        [B, T]`` and the names that `Policy.forward` takes give an output with
+        ``last_hidden_state [B, T, D]``.
+        """
+        if packing is None:
+            edges = sequence_edges(
+                input_ids, cu_seqlens, cu_seq_lens_q, position_ids, attention_mask
+            )
+            hidden = self(input_ids.flatten(), Packing.of(edges, input_ids.device))
+            return PolicyOutput(last_hidden_state=hidden.view(*input_ids.shape, -1))
         blocks: tuple[torch.Tensor, ...] = ()
         partial = self.embed_tokens(input_ids)
         for layer in self.layers:

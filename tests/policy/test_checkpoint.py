@@ -225,6 +225,13 @@ def test_saving_again_replaces_the_folder_and_leaves_nothing_behind(folder: Path
     assert [entry.name for entry in folder.parent.iterdir()] == ["policy"]
 
 
+def test_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="exists and is no checkpoint"):
+        save_checkpoint(tmp_path, policy(), CONFIG, TOKENIZER, STAGE)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_killed_at_any_moment_only_whole_folders_are_seen(tmp_path: Path) -> None:
     moments = random.Random(0)

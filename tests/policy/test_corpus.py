@@ -26,6 +26,8 @@ END = TOKENIZER.convert_tokens_to_ids("[EOS]")
 class TwoTurns:
     """Shows a word twice; the expert repeats it."""
 
+    success_threshold = 2.0
+
     def reset(self, *, seed=None, options=None):
         self.turn, self.word = 0, ("one", "two")[(seed or 0) % 2]
         return (Message("user", f" {self.word}"),), {}
@@ -55,6 +57,14 @@ def test_demonstration_trains_on_what_a_policy_samples() -> None:
     # 5 tokens of the user, 3 of the assistant's header, then content and stop; twice.
     assert mask.tolist() == ([False] * 8 + [True] * 2) * 2
     assert ids.dtype == np.int32 and mask.dtype == np.bool_
+
+
+def test_a_failing_expert_is_no_demonstration() -> None:
+    class Strict(TwoTurns):
+        success_threshold = 3.0
+
+    with pytest.raises(UserError, match=r"expert fails on seed 4 \(reward 2, success needs 3\)"):
+        demonstration(Strict(), 4, ChatFormat(TOKENIZER))
 
 
 def test_a_demonstration_longer_than_the_context_is_refused() -> None:

@@ -1,0 +1,184 @@
+"""Warm-up on demonstrations: TRL's SFTTrainer on token ids, with Quantile Balancing.
+
+TRL gets ids and a mask, never text, so that a policy learns exactly the tokens that a rollout
+would sample. Sequences are packed without padding. Gradient checkpointing stays off: recomputed
+forwards would be counted as routing statistics a second time.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging
+
+from ..configs.schema import SftConfig
+from ..policy import Policy
+from ..policy.corpus import Demonstration
+
+
+@dataclass(frozen=True, slots=True)
+class SftStep:
+    """One optimizer step: tokens seen so far, mean loss per trained token in nats, gradient norm
+    before clipping, share of trained tokens that were the most likely ones, and the largest
+    max / mean expert load of any layer."""
+
+    step: int
+    tokens: int
+    loss: float
+    grad_norm: float
+    accuracy: float
+    expert_load: float
+
+
+@dataclass(slots=True)
+class QuantileBalancing(TrainerCallback):
+    """Counts routing in the forwards of one optimizer step and solves at its end.
+
+    Evaluation and whatever else runs between steps is outside of the counted block.
+    """
+
+    policy: Policy
+    report: Callable[[SftStep], None]
+    expert_load: float = 0.0
+    _counting: ExitStack = field(default_factory=ExitStack)
+
+    def on_step_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._counting.enter_context(self.policy.routing_statistics())
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._counting.close()
+        for name, parameter in self.policy.named_parameters():
+            if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+                raise FloatingPointError(
+                    f"sft step {state.global_step + 1}: the gradient of "
+                    f"{name} is not finite; lower lr"
+                )
+
+    def on_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.expert_load = max(self.policy.update_thresholds(), default=1.0)
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs and "loss" in logs:
+            self.report(
+                SftStep(
+                    state.global_step,
+                    int(logs["num_tokens"]),
+                    logs["loss"],
+                    logs["grad_norm"],
+                    logs["mean_token_accuracy"],
+                    self.expert_load,
+                )
+            )
+
+
+def train_on_demonstrations(
+    policy: Policy,
+    tokenizer: PreTrainedTokenizerFast,
+    demonstrations: Sequence[Demonstration],
+    config: SftConfig,
+    report: Callable[[SftStep], None],
+) -> int:
+    """``config.steps`` optimizer steps in place; returns the tokens seen, prompts included.
+
+    The loss is the mean over assistant tokens of a step. Demonstrations are repeated in another
+    order when they are used up.
+    """
+    data = _dataset(demonstrations)
+    identity = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    identity |= {name: getattr(policy.config, name) for name in identity}
+    with tempfile.TemporaryDirectory() as scratch:  # nothing is written, yet TRL wants a place
+        trainer = _trainer(policy, tokenizer, data, config, report, scratch)
+        trainer.train()
+    # TRL replaces the forward and aligns the stop token with the tokenizer's document end.
+    policy.__dict__.pop("forward", None)
+    for name, value in identity.items():
+        setattr(policy.config, name, value)
+    return int(trainer.state.num_input_tokens_seen)
+
+
+def _dataset(demonstrations: Sequence[Demonstration]) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    return datasets.Dataset.from_dict(
+        {
+            "input_ids": [d.token_ids for d in demonstrations],
+            "assistant_masks": [d.assistant_mask.astype(np.int8) for d in demonstrations],
+        }
+    )
+
+
+def _trainer(
+    policy: Policy,
+    tokenizer: PreTrainedTokenizerFast,
+    data: Any,
+    config: SftConfig,
+    report: Callable[[SftStep], None],
+    scratch: str,
+) -> Any:
+    gpu = torch.cuda.is_available()
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if gpu else "cpu")  # else it warns
+    logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        # gradient_checkpointing is on unless it is switched off by its deprecated name.
+        warnings.simplefilter("ignore", FutureWarning)
+        from trl.trainer.sft_config import SFTConfig
+        from trl.trainer.sft_trainer import SFTTrainer
+
+        arguments = SFTConfig(
+            output_dir=scratch,
+            max_steps=config.steps,
+            seed=config.seed,
+            per_device_train_batch_size=1,
+            max_length=config.batch_tokens,
+            packing=True,
+            assistant_only_loss=False,
+            gradient_checkpointing=False,
+            learning_rate=config.lr,
+            warmup_steps=config.warmup_steps,
+            lr_scheduler_type="linear",
+            max_grad_norm=config.grad_clip,
+            weight_decay=0.0,
+            adam_beta2=0.95,
+            optim="adamw_torch_fused",
+            bf16=gpu,
+            use_cpu=not gpu,
+            include_num_input_tokens_seen="all",
+            logging_steps=1,
+            disable_tqdm=True,
+            report_to="none",
+            save_strategy="no",
+            dataloader_pin_memory=gpu,
+        )
+        trainer = SFTTrainer(
+            model=policy,
+            processing_class=tokenizer,
+            train_dataset=data,
+            args=arguments,
+            callbacks=[QuantileBalancing(policy, report)],
+        )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
