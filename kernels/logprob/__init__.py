@@ -21,16 +21,21 @@ def naive_token_logprobs(
 
 
 def token_logprobs(
-    hidden: torch.Tensor, lm_head: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
+    hidden: torch.Tensor,
+    lm_head: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float = 1.0,
+    *,
+    block_elements: int = BLOCK_ELEMENTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each target and entropy of the distribution softmax(hidden lm_head^T / T).
 
     ``hidden [T, D]``, ``lm_head [V, D]``, ``targets [T]`` -> two fp32 ``[T]`` (fp64 for fp64).
-    At most `BLOCK_ELEMENTS` logits exist at a time, in backward too.
+    At most ``block_elements`` logits exist at a time, in backward too.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    rows = max(1, BLOCK_ELEMENTS // lm_head.shape[0])
+    rows = max(1, block_elements // lm_head.shape[0])
     if len(targets) <= rows:
         return naive_token_logprobs(hidden, lm_head, targets, temperature)
     parts = [

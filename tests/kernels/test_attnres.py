@@ -1,0 +1,45 @@
+"""The mixture over depth against its formula, its average at zero query, and its gradient."""
+
+from __future__ import annotations
+
+import torch
+from farhorizon.kernels.attnres import mix, naive_mix
+
+
+def test_zero_query_averages_the_sources():
+    sources = [torch.full((3, 4), float(i)) for i in (1, 2, 6)]
+    torch.testing.assert_close(mix(sources, torch.zeros(4), torch.ones(4)), torch.full((3, 4), 3.0))
+
+
+def test_one_token_by_hand():
+    a, b = torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]])
+    query, norm = torch.tensor([[2.0, 0.0]]), torch.tensor([0.5, 1.0])
+    # direction (1, 0); rms of a is sqrt(12.5), of b sqrt(0.5)
+    scores = torch.tensor([3 / 12.5**0.5, 1 / 0.5**0.5])
+    p = torch.softmax(scores, 0)
+    torch.testing.assert_close(mix([a, b], query, norm, eps=0.0), p[0] * a + p[1] * b)
+
+
+def test_gradient_and_value_equal_the_specification():
+    torch.manual_seed(0)
+    sources = [torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    query = torch.randn(1, 6, dtype=torch.float64, requires_grad=True)
+    norm = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    leaves = [*sources, query, norm]
+    results = []
+    for form in (naive_mix, mix):
+        out = form(sources, query, norm)
+        loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum()
+        results.append([out, *torch.autograd.grad(loss, leaves)])
+    for got, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-10)
+    assert torch.autograd.gradcheck(lambda *s: mix(list(s[:3]), s[3], s[4]), leaves)
+
+
+def test_zero_query_still_learns():
+    query = torch.zeros(4, requires_grad=True)
+    norm = torch.ones(4, requires_grad=True)
+    sources = [torch.randn(3, 4), torch.randn(3, 4)]
+    mix(sources, query, norm)[:, 0].sum().backward()
+    assert query.grad is not None and float(query.grad.norm()) > 0
+    assert norm.grad is not None and float(norm.grad.norm()) == 0

@@ -1,0 +1,163 @@
+"""KDA: the chunked and recurrent forms against the token recurrence, gates, states and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from farhorizon.kernels.kda import chunk_kda, kda_gate, naive_kda, recurrent_kda
+
+HEADS, WIDTH, VALUE = 2, 8, 4
+FLAGS = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_gate_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+}
+
+
+def inputs(length: int, batch: int = 1, seed: int = 0, gate_shift: float = 0.0):
+    gen = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=gen, dtype=torch.float64)
+
+    q, k, z = (draw(batch, length, HEADS, WIDTH) for _ in range(3))
+    v, beta = draw(batch, length, HEADS, VALUE), draw(batch, length, HEADS)
+    a_log, dt_bias = draw(HEADS) * 0.3, draw(HEADS * WIDTH)
+    return {"q": q, "k": k, "v": v, "g": z + gate_shift, "beta": beta, "A_log": a_log, "dt_bias": dt_bias}
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(((a - b).norm() / b.norm().clamp(min=1e-30)).detach())
+
+
+def test_bounded_gate_is_a_scaled_sigmoid():
+    z = torch.tensor([-3.0, 0.0, 3.0]).view(1, 3, 1, 1)
+    g = kda_gate(z, torch.zeros(1), torch.zeros(1), lower_bound=-5.0).flatten()
+    torch.testing.assert_close(g, torch.tensor([-0.237129, -2.5, -4.762871]), atol=1e-6, rtol=0)
+    assert abs(float(g[1].exp()) - 0.082085) < 1e-6
+
+
+def test_unbounded_gate_is_a_negative_softplus():
+    z = torch.tensor([0.5]).view(1, 1, 1, 1)
+    g = kda_gate(z, torch.tensor([0.7]), torch.tensor([0.1]), lower_bound=None)
+    expected = -torch.tensor(0.7).exp() * torch.log1p(torch.tensor(0.6).exp())
+    torch.testing.assert_close(g.flatten(), expected.view(1))
+
+
+def test_gate_stays_in_range_and_differentiable_at_extremes():
+    z = torch.tensor([-10.0, 10.0]).view(1, 2, 1, 1).requires_grad_()
+    a_log = torch.tensor([20.0], requires_grad=True)
+    g = kda_gate(z, a_log, torch.zeros(1))
+    assert bool(((g >= -5) & (g <= 0)).all())
+    g.sum().backward()
+    assert torch.isfinite(z.grad).all() and torch.isfinite(a_log.grad).all()
+
+
+def test_naive_form_by_hand():
+    """Two tokens, one head of width one: S = 0.5 * 2, then S = 0.25 S + 0.5 * 3 (1 - ...)."""
+    one = torch.ones(1, 2, 1, 1, dtype=torch.float64)
+    v = torch.tensor([2.0, 3.0], dtype=torch.float64).view(1, 2, 1, 1)
+    g = torch.tensor([0.0, 0.25], dtype=torch.float64).log().clamp(min=-50).view(1, 2, 1, 1)
+    beta = torch.full((1, 2, 1), 0.5, dtype=torch.float64)
+    out, state = naive_kda(one, one, v, g, beta, scale=1.0, output_final_state=True)
+    first = 0.5 * 2.0
+    second = 0.25 * first + 0.5 * (3.0 - 0.25 * first)
+    torch.testing.assert_close(out.flatten(), torch.tensor([first, second], dtype=torch.float64))
+    assert float(state) == pytest.approx(second)
+
+
+@pytest.mark.parametrize("bound", [-5.0, -1.0, None])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 65, 128])
+def test_chunked_and_recurrent_equal_naive_with_gradients(length, bound):
+    data = inputs(length)
+    state = torch.randn(1, HEADS, WIDTH, VALUE, dtype=torch.float64)
+    results = []
+    for form in (naive_kda, chunk_kda, recurrent_kda):
+        leaves = {k: v.clone().requires_grad_() for k, v in data.items()}
+        start = state.clone().requires_grad_()
+        out, final = form(**leaves, **FLAGS, lower_bound=bound, initial_state=start,
+                          output_final_state=True)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        ((out * weight).sum() + (final * 0.3).sum()).backward()
+        results.append([out, final, start.grad, *(x.grad for x in leaves.values())])
+    for other in results[1:]:
+        for got, expected in zip(other, results[0], strict=True):
+            assert relative(got, expected) < 1e-11
+
+
+def test_every_gate_at_the_bound_is_exact_and_finite():
+    data = inputs(64, gate_shift=1e4)
+    leaves = {k: v.float().requires_grad_() for k, v in data.items()}
+    out, final = chunk_kda(**leaves, **FLAGS, output_final_state=True)
+    expected, expected_final = naive_kda(**data, **FLAGS, output_final_state=True)
+    assert relative(out.double(), expected) < 1e-5
+    assert relative(final.double(), expected_final) < 1e-5
+    out.sum().backward()
+    assert all(torch.isfinite(x.grad).all() for x in leaves.values())
+
+
+def test_repeated_keys_with_strong_writes_stay_exact():
+    data = inputs(48)
+    data["k"] = data["k"][:, :1].expand_as(data["k"])
+    data["beta"] = torch.full_like(data["beta"], 8.0)
+    single = {k: v.float() for k, v in data.items()}
+    out, _ = chunk_kda(**single, **FLAGS)
+    assert relative(out.double(), naive_kda(**data, **FLAGS)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("form", [naive_kda, chunk_kda])
+def test_packed_equals_alone_and_order_does_not_matter(form):
+    lengths = [5, 33, 1, 16]
+    data = inputs(sum(lengths))
+    state = torch.randn(4, HEADS, WIDTH, VALUE, dtype=torch.float64)
+    edges = [0, 5, 38, 39, 55]
+    shared = {k: data.pop(k) for k in ("A_log", "dt_bias")}
+    out, final = form(**data, **shared, **FLAGS, initial_state=state, output_final_state=True,
+                      cu_seqlens=torch.tensor(edges))
+    for n, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
+        piece = {k: v[:, a:b] for k, v in data.items()}
+        alone, end = form(**piece, **shared, **FLAGS, initial_state=state[n : n + 1],
+                          output_final_state=True)
+        torch.testing.assert_close(out[:, a:b], alone, atol=1e-12, rtol=1e-10)
+        torch.testing.assert_close(final[n], end[0], atol=1e-12, rtol=1e-10)
+    order = [2, 0, 3, 1]
+    mixed = {k: torch.cat([v[:, edges[i] : edges[i + 1]] for i in order], 1) for k, v in data.items()}
+    bounds = torch.tensor([0, *lengths_of(lengths, order)]).cumsum(0)
+    shuffled, _ = form(**mixed, **shared, **FLAGS, initial_state=state[order], cu_seqlens=bounds)
+    expected = torch.cat([out[:, edges[i] : edges[i + 1]] for i in order], 1)
+    torch.testing.assert_close(shuffled, expected, atol=1e-12, rtol=1e-10)
+
+
+def lengths_of(lengths: list[int], order: list[int]) -> list[int]:
+    return [lengths[i] for i in order]
+
+
+@pytest.mark.parametrize("cut", [1, 16, 20, 39])
+def test_split_anywhere_with_carried_state_equals_one_pass(cut):
+    data = inputs(40)
+    shared = {k: data.pop(k) for k in ("A_log", "dt_bias")}
+    whole, end = chunk_kda(**data, **shared, **FLAGS, output_final_state=True)
+    left, state = chunk_kda(**{k: v[:, :cut] for k, v in data.items()}, **shared, **FLAGS,
+                            output_final_state=True)
+    right, final = chunk_kda(**{k: v[:, cut:] for k, v in data.items()}, **shared, **FLAGS,
+                             initial_state=state, output_final_state=True)
+    torch.testing.assert_close(torch.cat([left, right], 1), whole, atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(final, end, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"lower_bound": -6.0}, "lower_bound"),
+        ({"lower_bound": 0.0}, "lower_bound"),
+        ({"cu_seqlens": torch.tensor([0, 5, 3, 8])}, "cu_seqlens"),
+        ({"cu_seqlens": torch.tensor([0, 7])}, "cu_seqlens"),
+        ({"initial_state": torch.zeros(2, HEADS, WIDTH, VALUE)}, "initial_state"),
+        ({"beta": torch.zeros(1, 7, HEADS)}, "beta"),
+        ({"k": torch.zeros(1, 8, HEADS, WIDTH + 1)}, "k has shape"),
+        ({"A_log": None}, "A_log"),
+    ],
+)
+def test_wrong_arguments_are_named(change, named):
+    with pytest.raises(ValueError, match=named):
+        chunk_kda(**(inputs(8) | FLAGS | change))

@@ -1,0 +1,142 @@
+"""Routing, Quantile Balancing and experts on numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from farhorizon.kernels.moe import (
+    QuantileHistogram,
+    grouped_experts,
+    naive_experts,
+    route,
+    situ_glu,
+)
+
+
+def test_bias_is_added_for_the_choice_and_absent_from_the_weights():
+    scores = torch.tensor([[0.6, 0.5, 0.4, 0.3]])
+    bias = torch.tensor([-0.3, 0.0, 0.0, 0.25])
+    experts, weights, cutoff = route(scores, bias, 2)
+    assert experts.tolist() == [[3, 1]]
+    torch.testing.assert_close(weights, torch.tensor([[0.375, 0.625]]))
+    torch.testing.assert_close(cutoff, torch.tensor([0.4]))
+
+
+def test_ties_go_to_the_lowest_index():
+    experts, _, cutoff = route(torch.full((2, 5), 0.5), torch.zeros(5), 3)
+    assert experts.tolist() == [[0, 1, 2]] * 2
+    assert cutoff.tolist() == [0.5, 0.5]
+
+
+def test_all_experts_chosen_when_k_is_their_number():
+    experts, weights, cutoff = route(torch.tensor([[0.2, 0.8]]), torch.zeros(2), 2)
+    assert experts.tolist() == [[1, 0]] and cutoff.tolist() == [-torch.inf]
+    torch.testing.assert_close(weights, torch.tensor([[0.8, 0.2]]))
+
+
+def test_k_out_of_range_is_refused():
+    with pytest.raises(ValueError, match="k must lie"):
+        route(torch.zeros(1, 4), torch.zeros(4), 5)
+
+
+def pairs(count: int) -> torch.Tensor:
+    """Two experts whose scores differ by d, spread evenly over [-0.25, 0.75]."""
+    d = torch.linspace(-0.25, 0.75, count)
+    return torch.stack([0.5 + d / 2, 0.5 - d / 2], 1)
+
+
+def solved(parts: list[torch.Tensor], bias: torch.Tensor, k: int) -> torch.Tensor:
+    total = QuantileHistogram(bias, k)
+    for part in parts:
+        shard = QuantileHistogram(bias, k)
+        shard.add(part)
+        total.merge(shard)
+    return total.solve()
+
+
+@pytest.mark.parametrize("cuts", [[], [750], [250, 500, 750], [1, 999]])
+def test_threshold_is_the_pooled_quantile_for_any_split(cuts):
+    parts = list(pairs(1000).tensor_split(cuts))
+    bias = solved(parts, torch.zeros(2), 1)
+    torch.testing.assert_close(bias, torch.tensor([-0.125, 0.125]), atol=0.004, rtol=0)
+    assert abs(float(bias.mean())) < 1e-7
+    experts, _, _ = route(pairs(1000), bias, 1)
+    assert abs(float((experts == 0).float().mean()) - 0.5) < 0.005
+
+
+def test_invalid_tokens_do_not_count():
+    scores = torch.cat([pairs(1000), torch.full((500, 2), 0.5)])
+    valid = torch.arange(1500) < 1000
+    histogram = QuantileHistogram(torch.zeros(2), 1)
+    histogram.add(scores, valid)
+    assert int(histogram.tokens) == 1000
+    torch.testing.assert_close(
+        histogram.solve(), torch.tensor([-0.125, 0.125]), atol=0.004, rtol=0
+    )
+
+
+def test_histogram_matches_the_exact_quantile_within_a_bin():
+    torch.manual_seed(0)
+    scores, bias, k = torch.rand(4001, 12), torch.randn(12) * 0.1, 3
+    histogram = QuantileHistogram(bias, k)
+    histogram.add(scores)
+    cutoff = route(scores, bias, k)[2]
+    required = (cutoff[:, None] - scores).sort(0).values
+    rank = len(scores) * k / 12  # a required bias below the threshold wins the expert
+    exact = required[int(rank)]
+    exact = exact - exact.mean()
+    assert float((histogram.solve() - exact).abs().max()) < 2 * float(histogram.width)
+
+
+def test_balanced_load_on_the_same_scores_after_the_update():
+    torch.manual_seed(1)
+    scores = torch.sigmoid(torch.randn(4096, 16) + torch.linspace(-2, 2, 16))
+    bias = torch.zeros(16)
+    loads = []
+    for _ in range(4):
+        experts, _, _ = route(scores, bias, 4)
+        load = torch.bincount(experts.flatten(), minlength=16).float()
+        loads.append(float(load.max() / load.mean()))
+        histogram = QuantileHistogram(bias, 4)
+        histogram.add(scores)
+        bias = histogram.solve()
+    assert loads[0] > 2 and loads[-1] < 1.1
+
+
+def test_nothing_counted_is_an_error():
+    with pytest.raises(ValueError, match="no token"):
+        QuantileHistogram(torch.zeros(4), 1).solve()
+
+
+def test_situ_by_hand_and_bounded():
+    gate, up = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 3.0])
+    expected = [4 * torch.tanh(torch.tensor(a / 4)) * torch.sigmoid(torch.tensor(a))
+                * 25 * torch.tanh(torch.tensor(b / 25)) for a, b in ((1.0, 0.5), (-2.0, 3.0))]
+    torch.testing.assert_close(situ_glu(gate, up), torch.stack(expected))
+    for dtype in (torch.float32, torch.bfloat16):
+        huge = situ_glu(torch.tensor([1e4, 1e30], dtype=dtype), torch.tensor([1e4, -1e30], dtype=dtype))
+        assert bool((huge.abs() <= 100).all())
+
+
+@pytest.mark.parametrize("activation", [(4.0, 25.0), None])
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_grouped_experts_equal_naive_with_gradients(tokens, activation):
+    torch.manual_seed(2)
+    count, width, inner, k = 4, 6, 5, 2
+    x = torch.randn(tokens, width, dtype=torch.float64, requires_grad=True)
+    w1, w3 = (torch.randn(count, inner, width, dtype=torch.float64, requires_grad=True) for _ in "13")
+    w2 = torch.randn(count, width, inner, dtype=torch.float64, requires_grad=True)
+    scores = torch.rand(tokens, count, dtype=torch.float64, requires_grad=True)
+    leaves = [x, w1, w2, w3, scores]
+    # the last expert gets no token
+    experts, weights, _ = route(scores, torch.tensor([0.0, 0, 0, -9]), k)
+    grads = []
+    for form in (naive_experts, grouped_experts):
+        out = form(x, w1, w2, w3, experts, weights, activation)
+        loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum()
+        grads.append([out, *torch.autograd.grad(loss, leaves, retain_graph=True)])
+    for got, expected in zip(grads[1], grads[0], strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-11, rtol=1e-10)
+    with torch.no_grad():
+        quick = grouped_experts(x, w1, w2, w3, experts, weights, activation)
+    torch.testing.assert_close(quick, grads[0][0].detach(), atol=1e-11, rtol=1e-10)

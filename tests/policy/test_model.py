@@ -1,0 +1,215 @@
+"""The policy as a whole: packing, decode state, thresholds, log-probs, refused inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from farhorizon.policy import DecodeState, Policy, PolicyConfig
+from farhorizon.policy.attention import GatedMLA
+from farhorizon.policy.packing import Packing
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """A tiny fp64 policy in which no part is idle: depth queries and thresholds are not zero."""
+    torch.manual_seed(0)
+    policy = Policy(PolicyConfig.tiny(vocab_size=64, hidden_size=32)).double()
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "res_proj" in name:
+                parameter.normal_()
+        for router in policy.routers():
+            router.e_score_correction_bias.normal_(0, 0.1)
+    return policy
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 64, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def test_packed_equals_alone_and_nothing_leaks(policy):
+    ids, edges = tokens(60), [0, 25, 26, 60]
+    packed = policy(ids, torch.tensor(edges)).logits[0]
+    for a, b in zip(edges, edges[1:], strict=False):
+        alone = policy(ids[:, a:b]).logits[0]
+        torch.testing.assert_close(packed[a:b], alone, atol=1e-11, rtol=1e-9)
+    changed = ids.clone()
+    changed[0, :25] = (changed[0, :25] + 1) % 64
+    torch.testing.assert_close(policy(changed, torch.tensor(edges)).logits[0, 25:], packed[25:])
+
+
+def test_rows_of_a_batch_equal_packed(policy):
+    ids = tokens(48).view(3, 16)
+    packed = policy(ids.view(1, 48), torch.tensor([0, 16, 32, 48])).logits
+    torch.testing.assert_close(policy(ids).logits.view(1, 48, -1), packed)
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [2, 3], [7, 20], list(range(1, 30))])
+def test_pieces_with_carried_state_equal_one_pass(policy, cuts):
+    ids = tokens(30)
+    whole = policy(ids).logits[0]
+    state = DecodeState.empty(policy.config, 1, dtype=torch.float64)
+    edges = [0, *cuts, 30]
+    pieces = [policy(ids[:, a:b], state=state).logits[0] for a, b in zip(edges, edges[1:], strict=False)]
+    torch.testing.assert_close(torch.cat(pieces), whole, atol=1e-11, rtol=1e-9)
+    assert state.lengths.tolist() == [30]
+
+
+def test_ragged_pieces_continue_each_sequence(policy):
+    a, b = tokens(40, 1), tokens(20, 2)
+    state = DecodeState.empty(policy.config, 2, dtype=torch.float64)
+    first = policy(torch.cat([a[:, :3], b[:, :17]], 1), torch.tensor([0, 3, 20]), state).logits[0]
+    second = policy(torch.cat([a[:, 3:], b[:, 17:]], 1), torch.tensor([0, 37, 40]), state).logits[0]
+    torch.testing.assert_close(torch.cat([first[:3], second[:37]]), policy(a).logits[0])
+    torch.testing.assert_close(torch.cat([first[3:], second[37:]]), policy(b).logits[0])
+
+
+def test_state_rows_fork_replace_and_join(policy):
+    prompt, tails = tokens(12), tokens(6, 3).view(2, 3)
+    state = DecodeState.empty(policy.config, 1, dtype=torch.float64)
+    policy(prompt, state=state)
+    forked = state.select(torch.tensor([0, 0]))
+    logits = policy(tails, state=forked).logits
+    for n in range(2):
+        alone = policy(torch.cat([prompt, tails[n : n + 1]], 1)).logits[0, 12:]
+        torch.testing.assert_close(logits[n], alone, atol=1e-11, rtol=1e-9)
+    assert state.lengths.tolist() == [12]
+    joined = DecodeState.cat([state, forked])
+    joined.put(torch.tensor([1]), state)
+    step = policy(tokens(3, 4).view(3, 1), state=joined).logits
+    again = policy(tokens(3, 4)[:, 1:2], state=state).logits
+    torch.testing.assert_close(step[1], again[0])
+
+
+def test_state_memory_follows_the_tokens_stored(policy):
+    state = DecodeState.empty(policy.config, 1, dtype=torch.float64)
+    assert all(s.numel() == 0 for s in state.layers[3].tensors())
+    policy(tokens(100), state=state)
+    assert state.layers[3].tensors()[0].shape[1] <= 200
+
+
+def test_chosen_logprobs_equal_those_of_all_logits(policy):
+    ids, rows = tokens(30), torch.tensor([0, 4, 28])
+    out = policy(ids, rows=rows, targets=ids[0, rows + 1], temperature=0.7)
+    full = (policy(ids).logits[0] / 0.7).log_softmax(-1)
+    assert out.logits is None
+    torch.testing.assert_close(out.logprobs, full[rows, ids[0, rows + 1]])
+    torch.testing.assert_close(out.entropy, -(full.exp() * full).sum(-1)[rows])
+
+
+def test_last_only_gives_one_row_per_sequence(policy):
+    ids, edges = tokens(30), torch.tensor([0, 10, 30])
+    full = policy(ids, edges).logits[0]
+    torch.testing.assert_close(policy(ids, edges, last_only=True).logits, full[[9, 29]])
+
+
+def test_mla_ignores_the_order_of_earlier_tokens():
+    """No positions: permuting keys inside the causal prefix leaves an MLA layer's output."""
+    torch.manual_seed(1)
+    layer = GatedMLA(PolicyConfig.tiny()).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    x = torch.randn(12, 64, dtype=torch.float64)
+    packing = Packing.of((0, 12), torch.device("cpu"))
+    order = torch.cat([torch.randperm(11), torch.tensor([11])])
+    before, after = (layer(y, packing, None, None)[-1] for y in (x, x[order]))
+    torch.testing.assert_close(before, after)
+
+
+def test_thresholds_stay_fp32_and_in_place():
+    policy = Policy(PolicyConfig.tiny())
+    bias = policy.routers()[0].e_score_correction_bias
+    bias += 1 / 3
+    for convert in (policy.bfloat16, policy.half, policy.double, policy.float):
+        convert()
+        kept = policy.routers()[0].e_score_correction_bias
+        assert kept.dtype == torch.float32
+        assert torch.equal(kept, torch.full_like(kept, 1 / 3))
+    address = policy.routers()[0].e_score_correction_bias.data_ptr()
+    with policy.routing_statistics():
+        policy(torch.randint(0, 512, (1, 64)))
+    policy.update_thresholds()
+    moved = policy.routers()[0].e_score_correction_bias
+    assert moved.data_ptr() == address and not torch.equal(moved, torch.full_like(moved, 1 / 3))
+    assert "model.layers.1.block_sparse_moe.gate.e_score_correction_bias" in policy.state_dict()
+
+
+def test_only_forwards_inside_the_context_are_counted(policy):
+    ids = tokens(50)
+    policy.clear_routing_counts()
+    before = {k: v.clone() for k, v in policy.state_dict().items()}
+    policy(ids)
+    policy(ids, rows=torch.tensor([1]), targets=torch.tensor([2])).logprobs.sum().backward()
+    policy.zero_grad()
+    assert all(int(count.sum()) == 0 for count in policy.routing_counts())
+    assert all(torch.equal(v, before[k]) for k, v in policy.state_dict().items())
+    policy.clear_routing_counts()
+    valid = torch.arange(50) < 20
+    with policy.routing_statistics(valid):
+        policy(ids)
+    histogram, seen, load = policy.routing_counts()[:3]
+    assert int(seen) == 20 and int(load.sum()) == 40 and int(histogram.sum()) == 20 * 8
+    policy.clear_routing_counts()
+
+
+def test_counts_of_micro_batches_add_up(policy):
+    ids = tokens(64)
+    edges = torch.tensor([0, 16, 32, 48, 64])
+    with policy.routing_statistics():
+        policy(ids, edges)
+    whole = [c.clone() for c in policy.routing_counts()]
+    policy.clear_routing_counts()
+    with policy.routing_statistics():
+        for i in range(4):
+            policy(ids[:, 16 * i : 16 * (i + 1)])
+    assert all(torch.equal(a, b) for a, b in zip(whole, policy.routing_counts(), strict=True))
+    policy.clear_routing_counts()
+
+
+def test_labels_give_the_shifted_token_mean(policy):
+    ids = tokens(20)
+    labels = ids.clone()
+    labels[0, :5] = -100
+    logprobs = policy(ids).logits[0, :-1].float().log_softmax(-1)
+    picked = logprobs.gather(-1, ids[0, 1:, None])[4:, 0]
+    torch.testing.assert_close(policy(ids, labels=labels).loss, -picked.mean())
+    packed = policy(ids, labels=labels, position_ids=torch.tensor([[*range(8), *range(12)]])).loss
+    parts = [policy(ids[:, a:b]).logits[0, :-1].float().log_softmax(-1)
+             .gather(-1, ids[0, a + 1 : b, None])[:, 0] for a, b in ((0, 8), (8, 20))]
+    torch.testing.assert_close(packed, -torch.cat([parts[0][4:], parts[1]]).mean())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]])}, "left padding"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens"),
+        ({"cu_seqlens": torch.tensor([0, 5, 5, 8])}, "cu_seqlens"),
+    ],
+)
+def test_wrong_inputs_are_named(policy, arguments, named):
+    with pytest.raises(ValueError, match=named):
+        policy(tokens(8), **arguments)
+
+
+def test_structure_follows_the_published_rules():
+    config = PolicyConfig.tiny(num_hidden_layers=9)
+    kinds = [config.is_mla(i) for i in range(9)]
+    assert kinds == [False, False, False, True] * 2 + [True]
+    assert [config.is_dense(i) for i in range(3)] == [True, False, False]
+    for change in ({"moe_renormalize": False}, {"hidden_act": "relu"}, {"linear_attn_config": None}):
+        with pytest.raises(Exception, match=next(iter(change))):
+            PolicyConfig.tiny(**change)
+
+
+def test_config_round_trip_keeps_unknown_fields(tmp_path):
+    config = PolicyConfig.tiny(some_future_field={"a": [1, 2]})
+    config.save_pretrained(tmp_path)
+    again = PolicyConfig.from_pretrained(tmp_path)
+    assert again.to_dict() == config.to_dict() and again.some_future_field == {"a": [1, 2]}
+
+
+def test_builds_on_the_meta_device():
+    with torch.device("meta"):
+        policy = Policy(PolicyConfig.tiny())
+    assert all(p.is_meta for p in policy.parameters())
