@@ -72,7 +72,7 @@ class Router(nn.Module):
     def _count(self, scores: torch.Tensor, experts: torch.Tensor, cutoff: torch.Tensor) -> None:
         if self.histogram is None:
             self.histogram = QuantileHistogram(self.e_score_correction_bias, self.k)
-            self.load = torch.zeros(len(self.weight), dtype=torch.long, device=scores.device)
+            self.load = torch.zeros_like(self.e_score_correction_bias, dtype=torch.long)
         self.histogram.add(scores, self.valid, cutoff)
         counted = experts if self.valid is None else experts[self.valid]
         self.load += torch.bincount(counted.flatten(), minlength=len(self.load))
@@ -81,9 +81,7 @@ class Router(nn.Module):
         """Integer tensors that are summed over data-parallel ranks before `update`."""
         if self.histogram is None:
             self.histogram = QuantileHistogram(self.e_score_correction_bias, self.k)
-            self.load = torch.zeros(
-                len(self.weight), dtype=torch.long, device=self.e_score_correction_bias.device
-            )
+            self.load = torch.zeros_like(self.e_score_correction_bias, dtype=torch.long)
         return [self.histogram.counts, self.histogram.tokens, self.load]
 
     def update(self) -> float:
