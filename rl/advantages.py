@@ -78,9 +78,7 @@ def gae(
     have come next). The last step of the array is bootstrapped likewise unless terminated.
     """
     assert rewards.ndim == 1
-    assert all(
-        x.shape == rewards.shape for x in (values, terminated, truncated, bootstrap)
-    )
+    assert all(x.shape == rewards.shape for x in (values, terminated, truncated, bootstrap))
     last = len(rewards) - 1
     r, v, b = (x.detach().to(torch.float64).tolist() for x in (rewards, values, bootstrap))
     end, cut = terminated.tolist(), truncated.tolist()

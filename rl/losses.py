@@ -35,11 +35,14 @@ def grpo(
     above 1 would otherwise let it grow without limit. Differences from the GRPO paper: token
     mean over the global batch instead of a mean per sequence, no KL term.
 
-    Metrics: ``clip_fraction`` (share of tokens whose gradient the clip removed), ``ratio``.
+    Metrics: ``clip_fraction`` (tokens whose gradient the clip removed), ``ratio``,
+    ``log_ratio_abs`` and ``log_ratio_max`` (distance of learner and sampler log-probs), ``kl``
+    (of the sampler from the learner, the estimator ratio - 1 - log ratio).
     """
     _check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
     log_ratio = _masked(logprobs, mask) - _masked(behavior_logprobs, mask)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
     advantages = _masked(advantages, mask)
     free = ratio * advantages
     surrogate = torch.minimum(free, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -47,12 +50,16 @@ def grpo(
         floor = dual_clip * advantages
         surrogate = torch.where(advantages < 0, torch.maximum(surrogate, floor), surrogate)
     clipped = (surrogate != free) & mask
+    log_ratio, ratio = log_ratio.detach(), ratio.detach()
     return LossOutput(
         loss=-surrogate.sum() / denominator,
         metrics={
             "clip_fraction": clipped.sum() / denominator,
-            "ratio": _masked(ratio.detach(), mask).sum() / denominator,
+            "ratio": _masked(ratio, mask).sum() / denominator,
+            "log_ratio_abs": log_ratio.abs().sum() / denominator,
+            "kl": (ratio - 1 - log_ratio).sum() / denominator,
         },
+        maxima={"log_ratio_max": log_ratio.abs().max()},
     )
 
 

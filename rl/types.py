@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -68,21 +68,28 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """``loss`` scalar, and ``metrics`` of scalars.
+    """``loss`` scalar, and scalar ``metrics`` and ``maxima`` without gradient.
 
-    Both are sums over tokens divided by the global denominator, so that adding them over
-    micro-batches and ranks gives the mean over all trained tokens.
+    Loss and metrics are sums over tokens divided by the global denominator, so that adding them
+    over micro-batches and ranks gives the mean over all trained tokens; maxima are combined by
+    taking the largest.
     """
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """Outcome of one rollout batch: metrics, the policy version it produced, and whether every
-    optimizer step of it was skipped (then the version did not move and nothing is published)."""
+    """Outcome of one rollout batch.
+
+    ``version`` is the number of batches that changed the weights so far. ``skipped`` means that
+    this one did not (no optimizer step of it was applied): the version stands and there is
+    nothing to publish. ``bad_tensor`` names the first tensor whose gradient was not finite.
+    """
 
     metrics: Mapping[str, float]
     version: int
     skipped: bool
+    bad_tensor: str | None = None

@@ -39,7 +39,7 @@ OWNERS = {
     "torch": {"kernels/", "policy/", "rollout/", "rl/", "launch/"},
     "transformers": {"policy/", "rl/"},
     "tokenizers": {"policy/"},
-    "safetensors": {"policy/"},
+    "safetensors": {"policy/", "rl/resume.py"},
 }
 
 

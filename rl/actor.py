@@ -1,0 +1,244 @@
+"""Ray shell of the learner: one actor per rank, and the group of them that the driver holds."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayError, RayTaskError
+from transformers import PreTrainedTokenizerFast
+
+from ..configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
+from ..policy.checkpoint import StageRecord, load_checkpoint, save_checkpoint
+from ..policy.config import PolicyConfig
+from ..policy.weights import Publication
+from ..rollout.types import Group
+from . import batch, losses, resume
+from .algorithms import LossFunction, make_algorithm
+from .engine import join, leave
+from .learner import Learner
+from .publish import publish
+from .types import Share, UpdateResult
+
+ACTOR_CPUS = 0.01  # Ray places by this number; the real use is set by ``threads``
+
+
+class LearnerActor:
+    """One rank; every method but `node` and `port` is a collective: all ranks must be called."""
+
+    def __init__(self, config: LearnerConfig, rank: int, seed: int) -> None:
+        if config.threads > 0:
+            torch.set_num_threads(config.threads)
+        torch.manual_seed(seed)
+        self.config, self.rank, self.seed = config, rank, seed
+
+    def node(self) -> tuple[str, str]:
+        """Id and address of the machine this rank runs on."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), ray.util.get_node_ip_address()
+
+    def port(self, address: str) -> int:
+        """A port of ``address`` that was free a moment ago."""
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return probe.getsockname()[1]
+
+    def start(self, checkpoint: str, rendezvous: str, temperature: float) -> None:
+        """Join the other ranks and build the learner around the policy of ``checkpoint``."""
+        device = "cuda" if self.config.gpus > 0 else "cpu"
+        join(self.rank, self.config.ranks, rendezvous, device)
+        loaded = load_checkpoint(checkpoint)
+        self.tokenizer: PreTrainedTokenizerFast = loaded.tokenizer
+        self.policy_config: PolicyConfig = loaded.policy.config
+        policy = loaded.policy.to(torch.device(device))  # type: ignore[arg-type] - Module.to
+        self.learner = Learner(policy, self.config, temperature)
+
+    def update(self, steps: Sequence[Share], loss: LossFunction) -> UpdateResult:
+        """Optimizer steps on this rank's shares."""
+        return self.learner.update(steps, loss)
+
+    def evaluate(self, share: Share) -> float:
+        """Mean negative log-likelihood over all ranks."""
+        return self.learner.evaluate(share)
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate that follows warm-up."""
+        self.learner.engine.lr = lr
+
+    def publish(self, config: SyncConfig) -> Publication | None:
+        """The current version, with its buckets in the object store."""
+        return publish(self.learner, config, self.seed, self.policy_config.vocab_size, ray.put)
+
+    def save_policy(self, folder: str, stage: StageRecord) -> None:
+        """Write a checkpoint folder."""
+        engine = self.learner.engine
+        state = engine.gathered_state()
+        if self.rank == 0:
+            save_checkpoint(folder, state, self.policy_config, self.tokenizer, stage)
+        else:
+            for _ in state:
+                pass
+        engine.barrier()
+
+    def save(self, folder: str) -> None:
+        """Write what `load` needs to continue bit for bit."""
+        resume.save(self.learner, Path(folder))
+
+    def load(self, folder: str) -> int:
+        """Continue from a saved state; returns the version."""
+        resume.load(self.learner, Path(folder))
+        return self.learner.version
+
+    def close(self) -> None:
+        """Leave the process group, so that no rank reports the others' end as a failure."""
+        leave()
+
+
+class LearnerGroup:
+    """All ranks of a run's learner, used from the driver.
+
+    Raises the user's mistakes (checkpoint, repeated infinite gradients) as they were raised in
+    the actor, without Ray's wrapping. The first failure ends all ranks: the others would wait
+    for it in a collective.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        config: LearnerConfig,
+        algorithm: AlgorithmConfig,
+        sync: SyncConfig,
+        seed: int,
+        temperature: float,
+    ) -> None:
+        self.config, self.sync_config = config, sync
+        self.algorithm = make_algorithm(algorithm)
+        self.version = 0
+        self._folder: str | None = None
+        actor: Any = ray.remote(num_cpus=ACTOR_CPUS, num_gpus=config.gpus)(LearnerActor)
+        self.actors: list[Any] = [actor.remote(config, r, seed) for r in range(config.ranks)]
+        try:
+            self._call("start", checkpoint, self._rendezvous(), temperature)
+        except BaseException:
+            self.close()
+            raise
+
+    def update(self, groups: Sequence[Group]) -> UpdateResult:
+        """Learn from one rollout batch, in ``minibatches`` optimizer steps.
+
+        Without any group that has reward variance nothing happens, and the result says so.
+        """
+        kept, stats = batch.samples_of_groups(groups, self.algorithm.advantages)
+        metrics = stats.metrics()
+        if not kept:
+            return UpdateResult(metrics, self.version, skipped=True)
+        metrics["staleness_max"] = self.version - stats.oldest_version
+        steps = batch.deal(kept, self.config.minibatches)
+        return self._update(
+            [self._shares(samples) for samples in steps], self.algorithm.loss, metrics
+        )
+
+    def update_nll(self, sequences: Sequence[np.ndarray]) -> UpdateResult:
+        """One optimizer step on the negative log-likelihood of every token but each first."""
+        shares = self._shares(batch.samples_of_text(sequences))
+        return self._update([shares], losses.nll, {"trained_tokens": shares[0].denominator})
+
+    def evaluate_nll(self, sequences: Sequence[np.ndarray]) -> float:
+        """Mean negative log-likelihood per token, in nats; changes nothing."""
+        shares = self._shares(batch.samples_of_text(sequences))
+        return self._each("evaluate", [(share,) for share in shares])[0]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate that follows warm-up."""
+        self._call("set_lr", lr)
+
+    def publish(self) -> Publication:
+        """The current version for `RolloutPool.sync`."""
+        return self._call("publish", self.sync_config)[0]
+
+    def save_policy(self, folder: str | Path, stage: StageRecord) -> None:
+        """Write the policy as a checkpoint folder."""
+        self._call("save_policy", str(folder), stage)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the learner's state; ``folder`` must be reachable from rank 0."""
+        self._call("save", str(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from a saved state; ``folder`` must be reachable from every rank."""
+        self.version = self._call("load", str(folder))[0]
+
+    def close(self) -> None:
+        """End the ranks; safe to call twice."""
+        closing = [actor.close.remote() for actor in self.actors]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=5)
+        self._kill()
+
+    def _update(
+        self, steps: Sequence[list[Share]], loss: LossFunction, metrics: dict[str, float]
+    ) -> UpdateResult:
+        own = [([shares[rank] for shares in steps], loss) for rank in range(self.config.ranks)]
+        result: UpdateResult = self._each("update", own)[0]
+        self.version = result.version
+        return UpdateResult(
+            {**metrics, **result.metrics}, result.version, result.skipped, result.bad_tensor
+        )
+
+    def _shares(self, samples: Sequence[batch.Sample]) -> list[Share]:
+        return batch.shares(samples, self.config.ranks, self.config.micro_batch_tokens)
+
+    def _rendezvous(self) -> str:
+        """Where the ranks meet: a file on one machine, rank 0's address across machines."""
+        if self.config.ranks == 1:
+            return ""
+        nodes = self._call("node")
+        if len({node for node, _ in nodes}) == 1 and nodes[0][0] == _own_node():
+            self._folder = tempfile.mkdtemp(prefix="farhorizon-")
+            return f"file://{self._folder}/rendezvous"
+        address = nodes[0][1]
+        port = ray.get(self.actors[0].port.remote(address))
+        return f"tcp://{address}:{port}"
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        return self._each(method, [arguments] * len(self.actors))
+
+    def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call every rank with its own arguments; results in the order of ranks."""
+        refs = [
+            getattr(actor, method).remote(*own)
+            for actor, own in zip(self.actors, arguments, strict=True)
+        ]
+        waiting = list(refs)
+        try:
+            while waiting:
+                done, waiting = ray.wait(waiting)
+                ray.get(done)
+            return ray.get(refs)
+        except RayTaskError as error:
+            self._kill()
+            if isinstance(error.cause, Exception):
+                raise error.cause from None
+            raise
+        except RayError:
+            self._kill()
+            raise
+
+    def _kill(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _own_node() -> str:
+    return ray.get_runtime_context().get_node_id()

@@ -1,0 +1,187 @@
+"""From groups of trajectories to packed micro-batches, one share per rank and optimizer step."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..rollout.types import Group, Trajectory
+from .algorithms import AdvantageFunction
+from .types import MicroBatch, Sample, Share
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStats:
+    """What a rollout batch held, and what of it could be learned from.
+
+    ``reward_mean`` and ``success`` are over episodes with a reward, nan if there are none;
+    ``oldest_version`` is the oldest weight version of any trained token, -1 if none is trained.
+    """
+
+    groups: int
+    groups_without_variance: int
+    trajectories: int
+    invalid: int  # episodes without a finite reward: masked, never a reward of 0
+    reward_mean: float
+    success: float
+    trained_tokens: int
+    oldest_version: int
+
+    def metrics(self) -> dict[str, float]:
+        """The same as metric names."""
+        return {
+            "groups": self.groups,
+            "groups_without_variance": self.groups_without_variance,
+            "trajectories": self.trajectories,
+            "invalid_rewards": self.invalid,
+            "reward_mean": self.reward_mean,
+            "train_success": self.success,
+            "trained_tokens": self.trained_tokens,
+        }
+
+
+def samples_of_groups(
+    groups: Sequence[Group], advantages: AdvantageFunction
+) -> tuple[list[list[Sample]], BatchStats]:
+    """Samples of each group that can be learned from, and statistics over all of them.
+
+    Siblings belong together by task id, in whatever order or pieces they arrive. Episodes that
+    failed are left out; so are groups in which every advantage is 0: they would only dilute the
+    token mean.
+    """
+    by_task: dict[str, list[Trajectory]] = {}
+    for group in groups:
+        by_task.setdefault(group.task_id, []).extend(group.trajectories)
+    siblings = [sorted(by_task[task], key=lambda t: t.sibling) for task in sorted(by_task)]
+    trajectories = [t for group in siblings for t in group]
+    rewards = np.array([_reward(t) for t in trajectories])
+    ids = np.repeat(np.arange(len(siblings)), [len(group) for group in siblings])
+    values = advantages(torch.from_numpy(rewards), torch.from_numpy(ids)).numpy()
+    valid = np.isfinite(rewards)
+    kept: list[list[Sample]] = []
+    versions: list[int] = []
+    for number in range(len(siblings)):
+        members = np.flatnonzero((ids == number) & valid)
+        if not values[members].any():
+            continue
+        samples = [_sample(int(i), trajectories[i], float(values[i])) for i in members]
+        samples = [sample for sample in samples if sample.loss_mask.any()]
+        versions += [int(v[v >= 0].min()) for v in (trajectories[s.id].versions for s in samples)]
+        kept.append(samples)
+    stats = BatchStats(
+        groups=len(siblings),
+        groups_without_variance=len(siblings) - len(kept),
+        trajectories=len(trajectories),
+        invalid=int((~valid).sum()),
+        reward_mean=float(rewards[valid].mean()) if valid.any() else math.nan,
+        success=_mean([t.success for t, v in zip(trajectories, valid, strict=True) if v]),
+        trained_tokens=sum(int(s.loss_mask.sum()) for group in kept for s in group),
+        oldest_version=min(versions, default=-1),
+    )
+    return [group for group in kept if group], stats
+
+
+def samples_of_text(sequences: Iterable[np.ndarray]) -> list[Sample]:
+    """Samples in which every token but the first is trained; shorter sequences are left out."""
+    samples = []
+    for number, ids in enumerate(sequences):
+        if len(ids) < 2:
+            continue
+        mask = np.ones(len(ids), np.bool_)
+        mask[0] = False
+        zeros = np.zeros(len(ids), np.float32)
+        samples.append(Sample(number, np.asarray(ids, np.int64), mask, zeros, zeros))
+    return samples
+
+
+def deal(groups: Sequence[list[Sample]], minibatches: int) -> list[list[Sample]]:
+    """Split groups over optimizer steps, siblings together; never more steps than groups."""
+    count = min(minibatches, len(groups))
+    return [[s for group in groups[step::count] for s in group] for step in range(count)]
+
+
+def shares(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> list[Share]:
+    """Pack the samples of one optimizer step, one share per rank.
+
+    Longest first, each sequence goes whole to the emptiest micro-batch, which holds at most
+    ``micro_batch_tokens`` unless a single sequence is longer. All ranks get equally many, filled
+    up with padding batches. The result depends only on the samples, not on their order.
+    """
+    bins = _bins(samples, ranks, micro_batch_tokens)
+    bins.sort(key=lambda members: -sum(len(s) for s in members))
+    denominator = sum(int(s.loss_mask.sum()) for s in samples)
+    rows = [bins[first : first + ranks] for first in range(0, len(bins), ranks)]
+    # Every other row backwards, so that no rank always gets the fullest batch of its row.
+    rows = [row if number % 2 == 0 else row[::-1] for number, row in enumerate(rows)]
+    return [
+        Share(tuple(_pack(row[rank]) for row in rows), max(denominator, 1)) for rank in range(ranks)
+    ]
+
+
+def _reward(trajectory: Trajectory) -> float:
+    return math.nan if trajectory.reward is None else float(trajectory.reward)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _sample(number: int, trajectory: Trajectory, advantage: float) -> Sample:
+    mask = trajectory.loss_mask.copy()
+    mask[:1] = False  # nothing predicts the first token
+    trained = np.flatnonzero(mask)
+    end = int(trained[-1]) + 1 if len(trained) else 0  # nothing after it matters to the loss
+    mask = mask[:end]
+    return Sample(
+        id=number,
+        token_ids=trajectory.token_ids[:end].astype(np.int64),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, trajectory.logprobs[:end], 0).astype(np.float32),
+        advantages=np.where(mask, advantage, 0).astype(np.float32),
+    )
+
+
+def _bins(samples: Sequence[Sample], ranks: int, capacity: int) -> list[list[Sample]]:
+    total = sum(len(s) for s in samples)
+    rounds = max(1, math.ceil(total / capacity / ranks))
+    bins: list[list[Sample]] = [[] for _ in range(rounds * ranks)]
+    emptiest = [(0, number) for number in range(len(bins))]
+    for sample in sorted(samples, key=lambda s: (-len(s), s.id)):
+        load, number = emptiest[0]
+        if load and load + len(sample) > capacity:
+            number = len(bins)
+            bins += [[] for _ in range(ranks)]
+            for extra in range(number, len(bins)):
+                heapq.heappush(emptiest, (0, extra))
+            load, number = emptiest[0]
+        bins[number].append(sample)
+        heapq.heapreplace(emptiest, (load + len(sample), number))
+    return bins
+
+
+def _pack(samples: Sequence[Sample]) -> MicroBatch:
+    if not samples:
+        two = np.zeros(2, np.float32)
+        return MicroBatch(
+            input_ids=two.astype(np.int64),
+            cu_seqlens=np.array([0, 2], np.int32),
+            loss_mask=two.astype(np.bool_),
+            behavior_logprobs=two,
+            advantages=two,
+            sequence_ids=np.full(2, -1, np.int64),
+            padding=True,
+        )
+    lengths = [len(s) for s in samples]
+    return MicroBatch(
+        input_ids=np.concatenate([s.token_ids for s in samples]),
+        cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32),
+        loss_mask=np.concatenate([s.loss_mask for s in samples]),
+        behavior_logprobs=np.concatenate([s.behavior_logprobs for s in samples]),
+        advantages=np.concatenate([s.advantages for s in samples]),
+        sequence_ids=np.repeat(np.array([s.id for s in samples], np.int64), lengths),
+    )

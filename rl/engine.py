@@ -1,0 +1,380 @@
+"""DeepSpeed, behind the few calls the learner makes; no other file imports it.
+
+What is decided here and why:
+
+- The loss handed to `Engine.backward` is a sum over tokens divided by the token count of the
+  whole optimizer step. DeepSpeed averages gradients over ranks and knows nothing of the split
+  into micro-batches (its accumulation count stays 1; the last micro-batch is marked by hand), so
+  multiplying by the number of ranks is the only scaling there is.
+- DeepSpeed does not check fp32 gradients for overflow, and a step that ZeRO skips leaves no name
+  behind: the norm is taken before the step, and a step that is not finite is dropped here
+  together with the name of its first bad tensor.
+- bfloat16 is torch autocast over fp32 parameters; gradients travel in fp32 then too.
+- State for resuming is kept by parameter name, so that it can be read back with another number
+  of ranks or another ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..configs.schema import LearnerConfig
+from ..policy.weights import WeightManifest
+
+GATHER_BYTES = 256 << 20  # full tensors held at once while shards are gathered
+BUCKET_ELEMENTS = 50_000_000  # gradients reduced at once
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Outcome of an optimizer step: the gradient norm before clipping, and the first tensor whose
+    gradient was not finite; where there is one, nothing was changed."""
+
+    grad_norm: float
+    bad_tensor: str | None
+
+    @property
+    def applied(self) -> bool:
+        """Whether the weights moved."""
+        return self.bad_tensor is None
+
+
+def join(rank: int, world_size: int, rendezvous: str, device: str) -> None:
+    """Join the learner's process group; once per process, before any `Engine` exists.
+
+    ``rendezvous`` is a torch init method: ``file://...`` for ranks of one machine, which opens
+    no port to others, ``tcp://address:port`` across machines, "" for a single rank. ``device``
+    is "cpu" or "cuda".
+    """
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
+    os.environ["DS_ACCELERATOR"] = device
+    if not rendezvous.startswith("tcp://"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    backend = "nccl" if device == "cuda" else "gloo"
+    if rendezvous:
+        dist.init_process_group(
+            backend,
+            init_method=rendezvous,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=30),
+        )
+    else:
+        store = dist.HashStore()  # type: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def leave() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _loopback() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: to matrices, not to norms, gates and depth-mixture queries."""
+    vector = max(parameter.shape, default=1) == parameter.numel()
+    return not vector and "norm" not in name
+
+
+@runtime_checkable
+class _WithLeaves(Protocol):
+    def leaf_modules(self) -> list[type[nn.Module]]: ...
+
+
+class Engine:
+    """One rank of a data-parallel learner, around a policy that every rank built alike."""
+
+    def __init__(self, policy: nn.Module, config: LearnerConfig) -> None:
+        import deepspeed  # reads the environment that `join` sets
+
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        # torch announces renamed collectives at every call of ZeRO 3.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+        # Its shared-memory collectives would be compiled on first use, and reduce in an order of
+        # their own.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self.policy, self.config = policy, config
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.stage = config.zero_stage
+        self.lr = config.lr
+        self.applied_steps = 0
+        # The names are taken before ZeRO 3 replaces the tensors by shards.
+        self.manifest = WeightManifest.of(policy.state_dict())
+        self._parameters = {n: p for n, p in policy.named_parameters() if p.requires_grad}
+        leaves = policy.leaf_modules() if isinstance(policy, _WithLeaves) else []
+        if self.stage == 3 and leaves:
+            deepspeed.utils.set_z3_leaf_modules(policy, leaves)
+        self._engine: Any = deepspeed.initialize(
+            model=policy,
+            optimizer=_adamw(self._parameters, config),
+            config=_deepspeed_config(self._parameters, config),
+            dist_init_required=False,
+        )[0]
+        self.device: torch.device = torch.device(self._engine.device)
+
+    def forward(self, *args: Any, last: bool, **kwargs: Any) -> Any:
+        """Forward of the policy; ``last`` marks the last micro-batch of an optimizer step."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        return self._engine(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient of ``loss``, this micro-batch's part of the global token mean."""
+        self._engine.backward(loss * self.world_size)
+
+    @torch.no_grad()
+    def step(self) -> StepResult:
+        """Clip and apply the accumulated gradient, or drop it when it is not finite."""
+        norm = self._grad_norm()
+        bad = None if math.isfinite(norm) else self._first_bad_tensor()
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = self.scheduled_lr()
+        if self.stage > 0:
+            self._engine.step()  # clips; drops a gradient whose norm is not finite
+        elif bad is None:
+            if 0 < self.config.grad_clip < norm:
+                torch.nn.utils.clip_grads_with_norm_(
+                    self._parameters.values(),
+                    self.config.grad_clip,
+                    torch.tensor(norm, device=self.device),
+                    foreach=True,
+                )
+            self._engine.step()
+        else:
+            self._engine.zero_grad()
+        if self.stage == 3:
+            # Else a parameter that gets no gradient in the next first micro-batch would keep this.
+            self._engine.optimizer.grad_partitions_flat_buffer.zero_()
+        self.applied_steps += bad is None
+        return StepResult(norm, bad)
+
+    def scheduled_lr(self) -> float:
+        """Learning rate of the next step: linear warm-up over the steps that were applied."""
+        warmup = self.config.warmup_steps
+        return self.lr * min(1.0, (self.applied_steps + 1) / warmup) if warmup else self.lr
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
+        """Reduce tensors over ranks ("sum" or "max"), in place and in one message.
+
+        They travel in their common dtype: do not mix integers with floats.
+        """
+        if self.world_size == 1 or not tensors:
+            return
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        dist.all_reduce(flat, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.all_reduce([torch.zeros(1, device=self.device)])
+
+    def random_states(self) -> list[Tensor]:
+        """torch's CPU random state of every rank, uint8."""
+        mine = torch.get_rng_state().to(self.device)
+        states = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(states, mine)
+        return [state.cpu() for state in states]
+
+    def gathered_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and persistent buffer in manifest order, whole, on every rank.
+
+        A collective: all ranks must consume it to the end. A tensor is valid until the next one.
+        """
+        live = dict(self.policy.named_parameters(remove_duplicate=False))
+        live |= dict(self.policy.named_buffers(remove_duplicate=False))
+        for names in self._chunks():
+            with self._whole([live[name] for name in names]):
+                for name in names:
+                    yield name, live[name].detach()
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Optimizer state as ``(parameter name:moment, tensor)``, whole, on every rank."""
+        if self.applied_steps == 0:
+            return
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        self._link_moments()
+        for name, parameter in self._parameters.items():
+            for key in MOMENTS:
+                if self.stage == 0:
+                    value = self._engine.optimizer.state[parameter][key]
+                else:
+                    value = safe_get_full_optimizer_state(parameter, key)
+                assert value is not None, name
+                yield f"{name}:{key}", value
+
+    @torch.no_grad()
+    def restore(
+        self, state: Mapping[str, Tensor], moments: Mapping[str, Tensor], applied_steps: int
+    ) -> None:
+        """Take over weights by name, moments by ``name:moment``, and the step count.
+
+        The mappings may read lazily from disk; each tensor is asked for once, on every rank.
+        """
+        self.applied_steps = applied_steps
+        self._restore_weights(state)
+        if applied_steps == 0:
+            return
+        self._make_moments()
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        for name, parameter in self._parameters.items():
+            for key in MOMENTS:
+                value = moments[f"{name}:{key}"].to(self.device)
+                if self.stage == 0:
+                    self._engine.optimizer.state[parameter][key].copy_(value)
+                else:
+                    safe_set_full_optimizer_state(parameter, value, key)
+
+    def _restore_weights(self, state: Mapping[str, Tensor]) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        live = dict(self.policy.named_parameters(remove_duplicate=False))
+        live |= dict(self.policy.named_buffers(remove_duplicate=False))
+        for names in self._chunks():
+            values = {name: state[name].to(self.device) for name in names}
+            with self._whole([live[name] for name in names], modify=True):
+                for name in names:
+                    live[name].copy_(values[name])
+            for name in names:
+                if self.stage > 0 and name in self._parameters:
+                    safe_set_full_fp32_param(live[name], values[name])
+
+    def _make_moments(self) -> None:
+        """Create the optimizer state that torch would create in its first step."""
+        optimizer = self._engine.optimizer
+        if self.stage == 0:
+            base, tensors = optimizer, list(self._parameters.values())
+        elif self.stage == 3:
+            base, tensors = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat
+        else:
+            base, tensors = optimizer.optimizer, optimizer.single_partition_of_fp32_groups
+        for tensor in tensors:
+            state = {key: torch.zeros_like(tensor.data) for key in MOMENTS}
+            base.state[tensor] = {
+                "step": torch.tensor(float(self.applied_steps)),
+                **state,
+            }
+        self._link_moments()
+
+    def _link_moments(self) -> None:
+        """Let parameters of ZeRO 1 and 2 find their moments.
+
+        DeepSpeed links them once, after the first parameter group stepped: the moments of later
+        groups do not exist yet at that time.
+        """
+        if self.stage in (1, 2):
+            self._engine.optimizer._hp_optimizer_states_linked = False
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _whole(self, tensors: list[Tensor], modify: bool = False) -> Any:
+        """Context in which sharded parameters are whole; with ``modify`` rank 0's writes count."""
+        if self.stage != 3:
+            return nullcontext()
+        from deepspeed.runtime.zero import GatheredParameters
+
+        sharded = [t for t in tensors if hasattr(t, "ds_id")]
+        return GatheredParameters(sharded, modifier_rank=0 if modify else None)
+
+    def _chunks(self) -> Iterator[list[str]]:
+        """Names of the manifest in runs of at most `GATHER_BYTES`."""
+        names: list[str] = []
+        total = 0
+        for spec in self.manifest.specs:
+            if names and total + spec.nbytes > GATHER_BYTES:
+                yield names
+                names, total = [], 0
+            names.append(spec.name)
+            total += spec.nbytes
+        yield names
+
+    def _grad_norm(self) -> float:
+        """Norm of the reduced gradient, alike on every rank; inf or nan if anything in it is."""
+        if self.stage == 0:
+            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            return float(torch.nn.utils.get_total_norm(gradients, foreach=True))
+        optimizer = self._engine.optimizer
+        if self.stage == 3:
+            groups = torch.stack([norm.float() for norm in optimizer._get_norm_groups()])
+            # DeepSpeed reports a norm that is not finite as -1
+            return float(groups.norm()) if bool((groups >= 0).all()) else math.inf
+        norm = float(optimizer.scaled_global_norm())
+        return norm if norm >= 0 else math.inf
+
+    def _first_bad_tensor(self) -> str:
+        """The first parameter whose gradient is not finite, or else the one of largest norm."""
+        from deepspeed.utils import safe_get_full_grad
+
+        largest, where = -1.0, ""
+        for name, parameter in self._parameters.items():
+            gradient = safe_get_full_grad(parameter)
+            if gradient is None:
+                continue
+            size = float(gradient.double().norm())
+            if not math.isfinite(size):
+                return name
+            if size > largest:
+                largest, where = size, name
+        return where
+
+
+def _adamw(parameters: Mapping[str, nn.Parameter], config: LearnerConfig) -> torch.optim.AdamW:
+    decayed = [p for n, p in parameters.items() if decays(n, p)]
+    others = [p for n, p in parameters.items() if not decays(n, p)]
+    if config.weight_decay == 0:
+        decayed, others = [], [*parameters.values()]  # one group: half the collectives in ZeRO
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def _deepspeed_config(
+    parameters: Mapping[str, nn.Parameter], config: LearnerConfig
+) -> dict[str, Any]:
+    vectors = [p.numel() for n, p in parameters.items() if not decays(n, p)]
+    total = sum(p.numel() for p in parameters.values())
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.grad_clip if config.zero_stage else 0.0,
+        "steps_per_print": None,
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "reduce_bucket_size": min(total, BUCKET_ELEMENTS),
+            "allgather_bucket_size": 2 * BUCKET_ELEMENTS,
+            # Norms, gates and depth-mixture queries are read outside of their own modules' forward;
+            # they are small, and stay whole.
+            "stage3_param_persistence_threshold": max(vectors, default=0) + 1,
+        },
+        "torch_autocast": {
+            "enabled": config.dtype == "bfloat16",
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],  # the modules whose gradients would be rounded
+        },
+    }

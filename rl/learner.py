@@ -1,0 +1,190 @@
+"""One rank of the learner: forward, loss, backward, step, routing thresholds, metrics.
+
+The routing thresholds are part of the policy but not of its gradient. Their statistics come from
+the training forwards of one optimizer step and from nothing else: backward (which may recompute
+forwards), scoring and evaluation run outside of the counting context, padding batches too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..configs.errors import UserError
+from ..configs.schema import LearnerConfig
+from .algorithms import LossFunction
+from .engine import Engine
+from .types import LossOutput, MicroBatch, Share, UpdateResult
+
+logger = logging.getLogger(__name__)
+
+
+class Learner:
+    """Optimizer steps on packed micro-batches; every rank calls every method, in the same order."""
+
+    def __init__(self, policy: torch.nn.Module, config: LearnerConfig, temperature: float) -> None:
+        self.engine = Engine(policy, config)
+        self.policy: _Policy = policy  # type: ignore[assignment]
+        self.config = config
+        self.temperature = temperature
+        self.version = 0
+        self.skipped_in_a_row = 0
+
+    def update(self, steps: Sequence[Share], loss: LossFunction) -> UpdateResult:
+        """One optimizer step per share of this rank; metrics are means over the steps.
+
+        A step whose gradient is not finite changes nothing: weights, moments, learning rate
+        schedule, thresholds and version stay. UserError after ``max_skipped_steps`` of them in
+        a row.
+        """
+        metrics: list[dict[str, float]] = []
+        bad_tensor: str | None = None
+        for share in steps:
+            values, bad = self._optimizer_step(share, loss)
+            metrics.append(values)
+            bad_tensor = bad_tensor or bad
+        applied = sum(values["skipped_steps"] == 0 for values in metrics)
+        self.version += applied > 0
+        mean = {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]}
+        mean["skipped_steps"] = len(metrics) - applied
+        return UpdateResult(mean, self.version, applied == 0, bad_tensor)
+
+    def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """Log-probs of tokens 1..n-1 of one sequence at the run's temperature, fp32 [n - 1].
+
+        In the parameters' own precision, without autocast, and never counted.
+        """
+        ids = torch.as_tensor(np.array(token_ids, np.int64), device=self.engine.device)
+        rows = torch.arange(len(ids) - 1, device=ids.device)
+        edges = torch.tensor([0, len(ids)], dtype=torch.int32)
+        with torch.no_grad():
+            out = self.engine.policy(
+                ids[None], edges, rows=rows, targets=ids[1:], temperature=self.temperature
+            )
+        return out.logprobs.float().cpu().numpy()
+
+    def evaluate(self, share: Share) -> float:
+        """Mean negative log-likelihood per trained token over all ranks, in nats."""
+        total = torch.zeros(1, dtype=torch.float64)
+        with torch.no_grad():
+            for batch in share.micro_batches:
+                logprobs, _ = self._logprobs(batch, last=False)
+                if not batch.padding:
+                    total -= logprobs.double().sum().cpu()
+        self.engine.all_reduce([total])
+        return float(total) / share.denominator
+
+    def _optimizer_step(
+        self, share: Share, loss: LossFunction
+    ) -> tuple[dict[str, float], str | None]:
+        outputs = []
+        for number, batch in enumerate(share.micro_batches):
+            last = number == len(share.micro_batches) - 1
+            counting = nullcontext() if batch.padding else self.policy.routing_statistics()
+            with counting:
+                logprobs, entropy = self._logprobs(batch, last)
+            output = self._loss(batch, logprobs, entropy, loss, share.denominator)
+            self.engine.backward(output.loss)
+            outputs.append(output)
+        metrics = self._reduced(outputs)
+        metrics["lr"] = self.engine.scheduled_lr()
+        result = self.engine.step()
+        metrics["grad_norm"] = result.grad_norm
+        metrics["skipped_steps"] = float(not result.applied)
+        if result.applied:
+            self.skipped_in_a_row = 0
+            self.engine.all_reduce(self.policy.routing_counts())
+            loads = self.policy.update_thresholds()
+            metrics["expert_load_max"] = max(loads, default=1.0)
+        else:
+            self.policy.clear_routing_counts()
+            metrics["expert_load_max"] = float("nan")
+            self._skipped(result.bad_tensor)
+        return metrics, result.bad_tensor
+
+    def _skipped(self, bad_tensor: str | None) -> None:
+        self.skipped_in_a_row += 1
+        if self.engine.rank == 0:
+            logger.warning("optimizer step skipped: gradient of %s is not finite", bad_tensor)
+        if self.skipped_in_a_row >= self.config.max_skipped_steps:
+            raise UserError(
+                f"learner: {self.skipped_in_a_row} optimizer steps in a row had a gradient that "
+                f"is not finite, first in {bad_tensor}; lower learner.lr or look at the rewards"
+            )
+
+    def _logprobs(self, batch: MicroBatch, last: bool) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy of the trained tokens, [R]; of one dummy token in padding."""
+        ids = self._tensor(batch.input_ids)
+        rows = self._tensor(_positions(batch) - 1)
+        out = self.engine.forward(
+            ids[None],
+            torch.tensor(batch.cu_seqlens),
+            rows=rows,
+            targets=ids[rows + 1],
+            temperature=self.temperature,
+            last=last,
+        )
+        return out.logprobs, out.entropy
+
+    def _loss(
+        self,
+        batch: MicroBatch,
+        logprobs: Tensor,
+        entropy: Tensor,
+        loss: LossFunction,
+        denominator: int,
+    ) -> LossOutput:
+        """The objective on the trained tokens alone, with the entropy among its metrics."""
+        positions = _positions(batch)
+        mask = self._tensor(batch.loss_mask[positions])
+        output = loss(
+            logprobs,
+            self._tensor(batch.behavior_logprobs[positions]),
+            self._tensor(batch.advantages[positions]),
+            mask,
+            sequence_ids=self._tensor(batch.sequence_ids[positions]),
+            denominator=denominator,
+        )
+        spread = torch.where(mask, entropy.detach(), 0.0).sum() / denominator
+        return LossOutput(output.loss, {**output.metrics, "entropy": spread}, output.maxima)
+
+    def _reduced(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
+        """Metrics of the step over all micro-batches and ranks."""
+        names = ["loss", *outputs[0].metrics]
+        sums = torch.stack(
+            [torch.stack([o.loss.detach(), *o.metrics.values()]).double() for o in outputs]
+        ).sum(0)
+        self.engine.all_reduce([sums])
+        metrics = dict(zip(names, sums.tolist(), strict=True))
+        if outputs[0].maxima:
+            highest = torch.stack([torch.stack([*o.maxima.values()]) for o in outputs]).amax(0)
+            self.engine.all_reduce([highest], "max")
+            metrics |= dict(zip(outputs[0].maxima, highest.tolist(), strict=True))
+        return metrics
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        # a copy: arrays that Ray shares are read-only
+        return torch.tensor(array, device=self.engine.device)
+
+
+def _positions(batch: MicroBatch) -> np.ndarray:
+    """Trained positions; position 1 of a padding batch, whose mask keeps it out of the loss."""
+    return np.array([1]) if batch.padding else np.flatnonzero(batch.loss_mask)
+
+
+class _Policy(Protocol):
+    """What the learner needs of a policy beyond its forward."""
+
+    def routing_statistics(self, valid: Tensor | None = None) -> AbstractContextManager[None]: ...
+
+    def routing_counts(self) -> list[Tensor]: ...
+
+    def update_thresholds(self) -> list[float]: ...
+
+    def clear_routing_counts(self) -> None: ...

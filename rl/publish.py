@@ -1,0 +1,49 @@
+"""Sending side of a weight sync: buckets of every tensor, digests, and a scored canary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..configs.schema import SyncConfig
+from ..policy.weights import Bucket, PolicyVersion, Publication, fill_buckets, policy_digest
+from .learner import Learner
+
+
+def publish(
+    learner: Learner, config: SyncConfig, seed: int, vocab_size: int, put: Callable[[Bucket], Any]
+) -> Publication | None:
+    """The learner's current version, ready to be taken over; None on ranks other than 0.
+
+    A collective: under ZeRO 3 every rank gives its shards. ``put`` stores a bucket (in Ray) and
+    returns what stands for it. What is sent are the tensors the next forward of the learner will
+    use, parameters and persistent buffers alike, looked up by name at the time of the call.
+    """
+    engine = learner.engine
+    manifest = engine.manifest
+    # Fresh ids for each version, so that no stale answer can match.
+    ids = np.random.default_rng([seed, learner.version]).integers(
+        0, vocab_size, config.canary_tokens, dtype=np.int64
+    )
+    logprobs = learner.score(ids)
+    if engine.rank != 0:
+        for _ in engine.gathered_state():
+            pass
+        return None
+    stored, digests = [], []
+    filled = fill_buckets(manifest, engine.gathered_state(), config.bucket_mb << 20)
+    for bucket, bucket_digests in filled:
+        stored.append(put(bucket))
+        digests.extend(bucket_digests)
+    return Publication(
+        version=PolicyVersion(learner.version, policy_digest(manifest, digests)),
+        manifest=manifest,
+        buckets=tuple(stored),
+        digests=tuple(digests),
+        canary_ids=ids,
+        canary_logprobs=logprobs,
+        temperature=learner.temperature,
+        tolerance=config.canary_tolerance,
+    )

@@ -1,0 +1,94 @@
+"""A policy of a few hundred parameters with what the learner needs of the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+
+@dataclass
+class FakeOutput(ModelOutput):
+    """Log-probs and entropy of the chosen rows."""
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+class FakePolicy(nn.Module):
+    """Predicts from this and the previous token of the sequence, through routed experts (k = 1).
+
+    ``poison`` makes the gradient of ``mix.weight`` infinite.
+    """
+
+    threshold: Tensor
+
+    def __init__(self, vocab: int = 11, width: int = 6, experts: int = 3, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.embed = nn.Embedding(vocab, width)
+        self.mix = nn.Linear(width, width, bias=False)
+        self.experts = nn.Parameter(torch.empty(experts, width, width))
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.norm = nn.Parameter(torch.ones(width))
+        self.head = nn.Linear(width, vocab)
+        self.register_buffer("threshold", torch.zeros(experts))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(0, 0.5, generator=generator)
+        self.poison = False
+        self.mix.weight.register_hook(lambda g: g * torch.inf if self.poison else g)
+        self.collecting = False
+        self.counts = torch.zeros(experts, dtype=torch.int64)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        *,
+        rows: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+    ) -> FakeOutput:
+        ids = input_ids.flatten()
+        x = self.embed(ids)
+        first = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        first[cu_seqlens[:-1].long()] = True
+        before = torch.where(first[:, None], 0.0, x.roll(1, 0))
+        x = x + self.mix(before)
+        scores = torch.sigmoid(self.gate(x))
+        chosen = (scores + self.threshold).argmax(-1)
+        if self.collecting:
+            self.counts += torch.bincount(chosen, minlength=len(self.counts))
+        weight = scores.gather(1, chosen[:, None])
+        x = x + weight * torch.einsum("td,tde->te", x, self.experts[chosen])
+        logits = self.head(torch.tanh(x[rows]) * self.norm) / temperature
+        logprobs = logits.log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return FakeOutput(logprobs.gather(1, targets[:, None])[:, 0], entropy)
+
+    @contextmanager
+    def routing_statistics(self, valid: Tensor | None = None) -> Iterator[None]:
+        self.collecting = True
+        yield
+        self.collecting = False
+
+    def routing_counts(self) -> list[Tensor]:
+        return [self.counts]
+
+    def update_thresholds(self) -> list[float]:
+        load = self.counts.float() / self.counts.sum()
+        self.threshold.sub_(0.1 * (load - load.mean()))
+        self.counts.zero_()
+        return [float(load.max() / load.mean())]
+
+    def clear_routing_counts(self) -> None:
+        self.counts.zero_()
+
+    @staticmethod
+    def leaf_modules() -> list[type[nn.Module]]:
+        return []

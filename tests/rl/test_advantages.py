@@ -1,0 +1,88 @@
+"""Advantages on numbers one can check by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from farhorizon.rl.advantages import gae, group_relative
+
+
+def _advantages(rewards: list[float], groups: list[int], **kwargs: str) -> list[float]:
+    return group_relative(torch.tensor(rewards), torch.tensor(groups), **kwargs).tolist()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("reward", [0.1, 0.2, 0.3, 0.35, 0.7, -1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_give_exactly_zero(reward: float, baseline: str, dtype: torch.dtype) -> None:
+    for n in range(1, 17):
+        rewards = torch.full((n,), reward, dtype=dtype)
+        got = group_relative(rewards, torch.zeros(n, dtype=torch.int64), baseline=baseline)  # type: ignore[arg-type]
+        assert got.dtype == torch.float32 and got.tolist() == [0.0] * n
+
+
+def test_last_bit_of_a_sum_is_not_an_advantage() -> None:
+    rewards = torch.tensor([0.1 + 0.2, 0.3, 0.3], dtype=torch.float64)
+    assert group_relative(rewards, torch.zeros(3, dtype=torch.int64)).tolist() == [0, 0, 0]
+
+
+def test_population_deviation() -> None:
+    got = _advantages([0.35] * 7 + [0.95], [0] * 8)
+    assert got == pytest.approx([-0.37796] * 7 + [2.64575], abs=1e-5)
+    got = _advantages([0.35] * 7 + [0.95], [0] * 8, scale="none")
+    assert got == pytest.approx([-0.075] * 7 + [0.525], abs=1e-6)
+
+
+def test_leave_one_out_takes_mean_and_deviation_of_the_others() -> None:
+    got = _advantages([0.35] * 7 + [0.95], [0] * 8, baseline="leave_one_out")
+    assert got[7] == pytest.approx(0.6, abs=1e-6)  # its peers have no spread: not divided
+    # a peer of the other seven: mean 0.35 + 0.6 / 7, deviation 0.6 * sqrt(6) / 7
+    assert got[0] == pytest.approx(-(0.6 / 7) / (0.6 * math.sqrt(6) / 7), abs=1e-5)
+    got = _advantages([1.0, 0.0, 0.0], [0] * 3, baseline="leave_one_out", scale="none")
+    assert got == pytest.approx([1.0, -0.5, -0.5])
+
+
+def test_groups_are_formed_by_id_not_by_position() -> None:
+    rewards = [1, 1, 1, 1, 0, 0, 1, 0, 0, 0, 0]
+    groups = [1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    want = [0.0] * 4 + [-0.70711, -0.70711, 1.41421] + [0.0] * 4
+    got = _advantages([float(r) for r in rewards], groups)
+    assert got == pytest.approx(want, abs=1e-5)
+    assert got[:4] == [0.0] * 4 and got[7:] == [0.0] * 4
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(3))
+    shuffled = group_relative(torch.tensor(rewards)[order], torch.tensor(groups)[order])
+    assert torch.equal(shuffled, torch.tensor(got)[order])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_leaves_its_group(bad: float) -> None:
+    got = _advantages([1.0, bad, 0.0, 1.0], [0] * 4)
+    assert got == pytest.approx([0.70711, 0.0, -1.41421, 0.70711], abs=1e-5)
+    assert got[1] == 0.0
+    assert _advantages([bad] * 4, [0] * 4) == [0.0] * 4
+    assert _advantages([bad, 1.0], [0, 0]) == [0.0, 0.0]
+
+
+def test_gae_by_hand() -> None:
+    # gamma 0.5, lambda 0.5; one episode of two steps that terminates, one that is cut off
+    got = gae(
+        torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        torch.tensor([0.5, 1.0, 2.0, 3.0]),
+        torch.tensor([False, True, False, False]),
+        torch.tensor([False, False, False, True]),
+        torch.tensor([9.0, 9.0, 9.0, 8.0]),
+        0.5,
+        0.5,
+    )
+    # t1: 2 - 1 = 1; t0: 1 + 0.5 * 1 - 0.5 + 0.25 * 1 = 1.25
+    # t3: 4 + 0.5 * 8 - 3 = 5; t2: 3 + 0.5 * 3 - 2 + 0.25 * 5 = 3.75
+    assert got.tolist() == [1.25, 1.0, 3.75, 5.0]
+
+
+def test_gae_bootstraps_an_unfinished_end() -> None:
+    no = torch.tensor([False])
+    got = gae(torch.tensor([1.0]), torch.tensor([2.0]), no, no, torch.tensor([4.0]), 0.5, 0.9)
+    assert got.tolist() == [1.0]

@@ -1,0 +1,239 @@
+"""One rank of a learner, run as a process by the tests: ``worker.py RANK RANKS FOLDER``.
+
+Plays every scenario in turn and leaves what came out in FOLDER: ``RANKS-RANK.json`` and, from rank
+0, the weights of each scenario. Ranks meet at a file in FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from fake_policy import FakePolicy
+from safetensors.torch import save_file
+
+from farhorizon.configs.errors import UserError
+from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig
+from farhorizon.policy import Policy, PolicyConfig
+from farhorizon.policy.moe import Router
+from farhorizon.policy.weights import digest
+from farhorizon.rl import resume
+from farhorizon.rl.algorithms import make_algorithm
+from farhorizon.rl.batch import shares
+from farhorizon.rl.engine import join, leave
+from farhorizon.rl.learner import Learner
+from farhorizon.rl.types import Sample, Share
+
+RANK, RANKS, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+LOSS = make_algorithm(AlgorithmConfig()).loss
+PACKED, SINGLE = 1000, 1  # micro_batch_tokens: all in one, or one sequence each
+
+
+def samples(step: int, vocab: int = 11) -> list[Sample]:
+    """Eight sequences with 1 to 8 trained tokens."""
+    random = np.random.default_rng(step)
+    made = []
+    for number in range(8):
+        length, trained = number + 3, number + 1
+        mask = np.arange(length) >= length - trained
+        made.append(
+            Sample(
+                number,
+                random.integers(0, vocab, length),
+                mask,
+                np.where(mask, random.normal(-2, 0.3, length), 0).astype(np.float32),
+                np.where(mask, random.normal(), 0).astype(np.float32),
+            )
+        )
+    return made
+
+
+def share(step: int, tokens: int, vocab: int = 11) -> Share:
+    return shares(samples(step, vocab), RANKS, tokens)[RANK]
+
+
+def tiny_policy() -> Policy:
+    torch.manual_seed(0)
+    return Policy(PolicyConfig.tiny(vocab_size=64, hidden_size=32, num_hidden_layers=2))
+
+
+def learner(policy: torch.nn.Module, stage: int, **changes: Any) -> Learner:
+    config = LearnerConfig(zero_stage=stage, lr=1e-2, ranks=RANKS, **changes)  # type: ignore[arg-type]
+    return Learner(policy, config, temperature=0.7)
+
+
+def state(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.engine.gathered_state()}
+
+
+def digests(learner: Learner) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in learner.engine.gathered_state()}
+
+
+def keep(name: str, tensors: dict[str, torch.Tensor]) -> None:
+    if RANK == 0:
+        save_file(tensors, FOLDER / f"{RANKS}-{name}.safetensors")
+
+
+def train(name: str, policy: torch.nn.Module, stage: int, tokens: int, vocab: int) -> Any:
+    own = learner(policy, stage)
+    results = [own.update([share(step, tokens, vocab)], LOSS) for step in range(3)]
+    keep(name, state(own))
+    return [dict(r.metrics) for r in results]
+
+
+def layouts(out: dict[str, Any]) -> None:
+    for stage in range(4):
+        for layout, tokens in (("packed", PACKED), ("single", SINGLE)):
+            name = f"fake-{stage}-{layout}"
+            out[name] = train(name, FakePolicy(), stage, tokens, 11)
+    for stage in (0, 3):
+        name = f"tiny-{stage}"
+        out[name] = train(name, tiny_policy(), stage, SINGLE if stage else PACKED, 64)
+    own = learner(tiny_policy(), 0, dtype="bfloat16")
+    own.update([share(0, PACKED, 64)], LOSS)
+    out["bfloat16"] = {name: str(tensor.dtype) for name, tensor in state(own).items()}
+    keep("bfloat16", state(own))
+
+
+def skipped(out: dict[str, Any]) -> None:
+    for stage in range(4):
+        policy = FakePolicy()
+        own = learner(policy, stage, warmup_steps=10)
+        own.update([share(0, PACKED)], LOSS)
+        before, lr = digests(own), own.engine.scheduled_lr()
+        policy.poison = True
+        bad = own.update([share(1, SINGLE)], LOSS)
+        entry = {
+            "same": digests(own) == before,
+            "lr": own.engine.scheduled_lr() == lr,
+            "counts": int(policy.counts.sum()),
+            "version": bad.version,
+            "skipped": bad.skipped,
+            "skipped_steps": bad.metrics["skipped_steps"],
+            "bad_tensor": bad.bad_tensor,
+        }
+        policy.poison = False
+        good = own.update([share(2, PACKED)], LOSS)
+        entry |= {"later": digests(own) != before, "later_version": good.version}
+        keep(f"after-skip-{stage}", state(own))
+        other = learner(FakePolicy(), stage, warmup_steps=10)
+        other.update([share(0, PACKED)], LOSS)
+        other.update([share(2, PACKED)], LOSS)
+        entry["as_if_never_seen"] = digests(other) == digests(own)
+        policy.poison = True
+        try:
+            for _ in range(3):
+                own.update([share(3, PACKED)], LOSS)
+            entry["stopped"] = None
+        except UserError as error:
+            entry["stopped"] = str(error)
+        out[f"skip-{stage}"] = entry
+
+
+def resumed(out: dict[str, Any]) -> None:
+    for stage in range(4):
+        own = learner(tiny_policy(), stage, weight_decay=0.1)
+        untouched = learner(tiny_policy(), stage, weight_decay=0.1)
+        for step in range(2):
+            own.update([share(step, PACKED, 64)], LOSS)
+            untouched.update([share(step, PACKED, 64)], LOSS)
+        folder = FOLDER / f"state-{RANKS}-{stage}"
+        resume.save(own, folder)
+        torch.manual_seed(99)
+        fresh = learner(
+            Policy(PolicyConfig.tiny(vocab_size=64, hidden_size=32, num_hidden_layers=2)),
+            stage,
+            weight_decay=0.1,
+        )
+        resume.load(fresh, folder)
+        results = [r.update([share(2, PACKED, 64)], LOSS) for r in (own, fresh, untouched)]
+        crossed = learner(tiny_policy(), (stage + 3) % 4, weight_decay=0.1)
+        resume.load(crossed, folder)
+        crossed.update([share(2, PACKED, 64)], LOSS)
+        mine, other = state(own), state(crossed)
+        out[f"resume-{stage}"] = {
+            "bitwise": digests(own) == digests(fresh),
+            "saving_changed_nothing": digests(own) == digests(untouched),
+            "versions": [r.version for r in results],
+            "crossed": max(float((mine[n] - other[n]).abs().max()) for n in mine),
+        }
+
+
+def counting(out: dict[str, Any]) -> None:
+    """Two experts, k = 1: scores 0.5 -+ d / 2 for 1000 d spread evenly over [-0.25, 0.75]."""
+    own = learner(FakePolicy(), 0)
+    d = torch.linspace(-0.25, 0.75, 1001)[:-1] + 0.0005
+    scores = torch.stack([0.5 + d / 2, 0.5 - d / 2], 1)
+    mine = scores if RANKS == 1 else (scores[:750] if RANK == 0 else scores[750:])
+    equal = torch.full((500, 2), 0.5)
+    for name, pieces, padding in (("one", 1, False), ("four", 4, False), ("padded", 4, True)):
+        router = Router(2, 2, 1)
+        with torch.no_grad():
+            router.weight.copy_(torch.eye(2))
+        for piece in mine.logit().chunk(pieces):
+            router.collecting = True
+            valid = torch.ones(len(piece), dtype=torch.bool)
+            if padding:
+                piece = torch.cat([piece, equal.logit()])
+                valid = torch.cat([valid, torch.zeros(500, dtype=torch.bool)])
+            router.valid = valid
+            router(piece)
+        router.collecting = False
+        own.engine.all_reduce(router.counts())
+        load = router.load.float() / router.load.sum()
+        router.update()
+        after = torch.bincount(router(scores.logit())[0].flatten(), minlength=2)
+        out[f"threshold-{name}"] = {
+            "bias": router.e_score_correction_bias.tolist(),
+            "before": load.tolist(),
+            "after": (after / 1000).tolist(),
+        }
+
+
+def silent(out: dict[str, Any]) -> None:
+    """Scoring and evaluation count nothing and change nothing."""
+    for stage in (0, 3):
+        policy = tiny_policy()
+        own = learner(policy, stage)
+        own.update([share(0, PACKED, 64)], LOSS)
+        before = digests(own)
+        scored = own.score(np.arange(20) % 64)
+        nll = own.evaluate(share(1, SINGLE, 64))
+        out[f"silent-{stage}"] = {
+            "same": digests(own) == before,
+            "counted": sum(int(c.sum()) for c in policy.routing_counts()),
+            "nll": nll,
+            "score": float(scored.sum()),
+            "finite": math.isfinite(nll),
+        }
+        own.update([share(1, PACKED, 64)], LOSS)
+        plain = learner(tiny_policy(), stage)
+        plain.update([share(0, PACKED, 64)], LOSS)
+        plain.update([share(1, PACKED, 64)], LOSS)
+        out[f"silent-{stage}"]["later"] = digests(own) == digests(plain)
+
+
+SCENARIOS: list[Callable[[dict[str, Any]], None]] = [layouts, skipped, resumed, counting, silent]
+
+
+def main() -> None:
+    warnings.simplefilter("error", ResourceWarning)
+    torch.set_num_threads(1)
+    join(RANK, RANKS, f"file://{FOLDER}/rendezvous-{RANKS}" if RANKS > 1 else "", "cpu")
+    out: dict[str, Any] = {}
+    for scenario in SCENARIOS:
+        scenario(out)
+    (FOLDER / f"{RANKS}-{RANK}.json").write_text(json.dumps(out))
+    leave()
+
+
+if __name__ == "__main__":
+    main()
