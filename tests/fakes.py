@@ -200,3 +200,22 @@ class ScriptedEnv(MessageEnv):
 
 
 register("scripted-v0", ScriptedEnv)
+
+
+class EvenEnv(MessageEnv):
+    """One turn; reward 1 if the answer has an even number of characters, else 0.
+
+    A policy that knows nothing gets both rewards often, so that there is something to learn from.
+    """
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        return (Message("user", f" {self.np_random.choice(['red', 'green', 'blue'])}"),), {}
+
+    def step(self, action: str) -> Step:
+        return self.finish(float(len(action) % 2 == 0))
+
+
+register("even-v0", EvenEnv)

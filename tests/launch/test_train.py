@@ -1,0 +1,194 @@
+"""The whole loop on real parts: Ray actors, DeepSpeed, sync, evaluation, checkpoints, resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from farhorizon.configs.load import load_config
+from farhorizon.configs.schema import EnvConfig, LearnerConfig, RolloutConfig, TrainConfig
+from farhorizon.launch.checkpoints import newest, scan
+from farhorizon.launch.evaluate import evaluate
+from farhorizon.launch.train import train
+from farhorizon.policy.checkpoint import load_checkpoint, read_stage
+
+FAKES = str(Path(__file__).parents[1] / "fakes.py")
+pytestmark = pytest.mark.usefixtures("ray_local")
+
+
+@pytest.fixture(scope="module")
+def base(checkpoint: Path) -> TrainConfig:
+    """Four steps of four groups of eight."""
+    return TrainConfig(
+        policy=str(checkpoint), context=32, steps=4, seed=3, groups_per_step=4, group_size=8,
+        env=EnvConfig(id="even-v0", plugins=(FAKES,)), eval_episodes=16, eval_every=2,
+        save_every=1, keep=2, rollout=RolloutConfig(max_turn_tokens=2),
+        learner=LearnerConfig(lr=1e-3),
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(base: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """A run of all four steps in one go."""
+    config = replace(base, output=str(tmp_path_factory.mktemp("runs") / "whole"))
+    assert train(config) == 0
+    return config
+
+
+def rows(config: TrainConfig) -> list[dict[str, float]]:
+    text = (Path(config.output) / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def weights(config: TrainConfig) -> dict[str, list[float]]:
+    found = newest(Path(config.output))
+    assert found is not None
+    state = load_checkpoint(found.folder).policy.state_dict()
+    return {name: tensor.flatten().tolist() for name, tensor in state.items()}
+
+
+def test_run_folder_is_complete(finished: TrainConfig) -> None:
+    folder = Path(finished.output)
+    by_step = rows(finished)
+    assert [row["step"] for row in by_step] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in by_step if "eval/success" in row] == [0, 2, 4]
+    assert all(row["rollout/episodes"] == 32 for row in by_step[1:])
+    assert load_config(TrainConfig, str(folder / "config.yaml"), []).steps == 4
+    assert (folder / "learning_curve.png").stat().st_size > 1000
+    assert list((folder / "tensorboard").glob("events.*"))
+    for step in (1, 2, 3, 4):
+        lines = (folder / "rollouts" / f"step-{step}.jsonl").read_text().splitlines()
+        assert len(lines) == 32
+        assert json.loads(lines[0])["versions"] == [by_step[step - 1].get("train/version", 0)] * 2
+    complete, torn = scan(folder)
+    assert [found.state.step for found in complete] == [3, 4]
+    assert torn == []
+    stage = read_stage(complete[-1].folder)
+    assert stage.parent == finished.policy
+    assert stage.tokens_seen == 1000 + sum(row["train/tokens"] for row in by_step[1:])
+
+
+def test_every_step_learned(finished: TrainConfig) -> None:
+    for row in rows(finished)[1:]:
+        assert row["train/update_skipped"] == 0
+        assert row["train/version"] == row["step"]
+        assert math.isfinite(row["learn/loss"])
+        assert row["learn/grad_norm"] > 0
+    start = load_checkpoint(finished.policy).policy.state_dict()
+    end = weights(finished)
+    unchanged = [name for name, value in start.items() if end[name] == value.flatten().tolist()]
+    # The first mixture has one source: its weight is 1 whatever its query is.
+    assert [name for name in unchanged if "layers.0.self_attention_res" not in name] == []
+
+
+def test_rollout_and_learner_agree(finished: TrainConfig) -> None:
+    """On the first pass over on-policy data the ratio is 1: nothing is clipped."""
+    for row in rows(finished)[1:]:
+        assert row["learn/clip_fraction"] == 0.0
+        assert row["learn/log_ratio_abs"] < 1e-5
+
+
+def test_finished_run_says_so(finished: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    """C18."""
+    assert train(finished) == 0
+    assert "finished with 4 steps, 0 steps to do" in capsys.readouterr().out
+
+
+def test_stopped_and_resumed_equals_one_go(finished: TrainConfig, tmp_path: Path) -> None:
+    """C16, C18: weights and task order of an uninterrupted run, to the bit."""
+    config = replace(finished, output=str(tmp_path / "parts"), steps=2)
+    assert train(config) == 0
+    assert train(replace(config, steps=4)) == 0
+    whole, parts = rows(finished), rows(config)
+    assert [row["step"] for row in parts] == [0, 1, 2, 3, 4]
+    for name in ("train/reward", "train/tokens", "eval/success", "train/version"):
+        assert [row.get(name) for row in parts] == [row.get(name) for row in whole], name
+    assert weights(config) == weights(finished)
+    played = [
+        [json.loads(line)["task"] for line in
+         (Path(c.output) / "rollouts" / f"step-{step}.jsonl").read_text().splitlines()]
+        for c in (finished, config) for step in (1, 2, 3, 4)
+    ]
+    assert played[:4] == played[4:]
+    assert len({task for tasks in played[:4] for task in tasks}) == 16
+
+
+def test_two_actors_and_two_ranks_give_the_same_run(finished: TrainConfig, tmp_path: Path) -> None:
+    config = replace(
+        finished, output=str(tmp_path / "two"), steps=2, eval_episodes=0,
+        rollout=replace(finished.rollout, actors=2), learner=replace(finished.learner, ranks=2),
+    )
+    assert train(config) == 0
+    one, two = rows(finished)[1:3], rows(config)
+    for left, right in zip(one, two, strict=True):
+        assert left["train/reward"] == right["train/reward"]
+        assert left["train/tokens"] == right["train/tokens"]
+        assert left.get("learn/loss") == pytest.approx(right.get("learn/loss"), abs=1e-5)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(
+    finished: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(finished, output=str(tmp_path / "stopped"), steps=500, save_every=0,
+                     eval_episodes=0)
+    metrics = Path(config.output) / "metrics.jsonl"
+
+    def press() -> None:
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
+            if ended.wait(0.02):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
+
+    ended = threading.Event()
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        assert train(config) == 130
+    finally:
+        ended.set()
+        thread.join()
+    found = newest(Path(config.output))
+    assert found is not None
+    steps = len(rows(config))
+    assert found.state.step == steps
+    text = capsys.readouterr().out
+    assert f"interrupted after step {steps}, saved {found.folder}" in text
+    assert f"farhorizon train {config.output}/config.yaml" in text
+
+
+def test_steps_without_reward_variance_are_skipped_and_counted(
+    finished: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = EnvConfig(id="echo-v0", kwargs={"turns": 6})  # out of reach: every reward is 0
+    config = replace(finished, output=str(tmp_path / "flat"), env=env, context=64, steps=1,
+                     eval_episodes=0)
+    assert train(config) == 0
+    (row,) = rows(config)
+    assert row["train/groups_without_variance"] == row["train/groups"] == 4
+    assert (row["train/update_skipped"], row["train/version"]) == (1, 0)
+    assert "step 1: no group had reward variance" in capsys.readouterr().out
+
+
+def test_evaluation_of_the_run(finished: TrainConfig) -> None:
+    folder = Path(finished.output)
+    assert evaluate(str(folder), ["episodes=16", f"env.plugins=[{FAKES}]"]) == 0
+    result = json.loads((folder / "eval.json").read_text())
+    last = rows(finished)[-1]
+    assert result["success"] == last["eval/success"]
+    assert result["tokens_mean"] == last["eval/tokens_mean"]
+    assert (result["episodes"], result["errors"], result["seed"]) == (16, 0, 3)
+
+
+def test_stale_groups_within_bounds(finished: TrainConfig, tmp_path: Path) -> None:
+    config = replace(finished, output=str(tmp_path / "async"), steps=3, max_staleness=1,
+                     eval_episodes=0)
+    assert train(config) == 0
+    assert [row["step"] for row in rows(config)] == [1, 2, 3]
+    assert all(row["train/groups_stale"] == 0 for row in rows(config))
