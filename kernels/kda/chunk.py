@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -20,40 +21,76 @@ CHUNK = 16  # 16 steps of the bound -5 span e^80, which fp32 still holds
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """Where each chunk takes its tokens from, longest sequences first, chunk position outermost.
+    """Where each token of each head goes, longest sequences first, chunk position outermost.
 
-    ``gather`` [num_chunks * CHUNK] indexes the tokens (``num_tokens`` = a padding row); ``scatter``
-    [num_tokens] is its inverse; ``active`` counts the sequences that reach each chunk position;
-    ``order`` [N] sorts the sequences by length and ``inverse`` undoes it.
+    ``place`` [tokens * H] is the row of token t and head h (index ``t * H + h``) in the layout
+    ``[chunks, H, CHUNK]``; ``source`` is its inverse, None where chunks have empty rows, which
+    then hold zeros. ``active`` counts the sequences that reach each chunk position; ``order`` [N]
+    sorts the sequences by length and ``inverse`` undoes it.
     """
 
-    gather: torch.Tensor
-    scatter: torch.Tensor
+    place: torch.Tensor
+    source: torch.Tensor | None
+    num_chunks: int
     active: tuple[int, ...]
     order: torch.Tensor
     inverse: torch.Tensor
 
 
-@lru_cache(maxsize=16)
-def chunk_table(bounds: tuple[int, ...], device: torch.device) -> ChunkTable:
+@lru_cache(maxsize=32)
+def chunk_table(bounds: tuple[int, ...], heads: int, device: torch.device) -> ChunkTable:
     """The table of sequences that start and end at ``bounds`` (flattened token offsets)."""
-    starts = torch.tensor(bounds[:-1])
-    lengths = torch.tensor(bounds[1:]) - starts
+    lengths = torch.tensor(bounds).diff()
     chunks = (lengths + CHUNK - 1) // CHUNK
     order = torch.argsort(chunks, descending=True, stable=True)
+    rank = torch.argsort(order)
     last = int(chunks.max()) if len(chunks) else 0
     active = tuple(int((chunks > c).sum()) for c in range(last))
-    rows = torch.cat([order[:n] for n in active]) if active else order[:0]
-    position = torch.cat([torch.full((n,), c) for c, n in enumerate(active)]) if active else rows
-    offset = position[:, None] * CHUNK + torch.arange(CHUNK)
-    gather = starts[rows][:, None] + offset
-    gather = torch.where(offset < lengths[rows][:, None], gather, bounds[-1]).flatten()
-    scatter = torch.empty(bounds[-1] + 1, dtype=torch.long)
-    scatter[gather] = torch.arange(len(gather))
+    first = torch.tensor([0, *active]).cumsum(0)  # index of the first chunk at each position
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    offset = torch.arange(bounds[-1]) - torch.tensor(bounds)[row]
+    chunk = first[offset // CHUNK] + rank[row]
+    head = torch.arange(heads)
+    place = ((chunk[:, None] * heads + head) * CHUNK + (offset % CHUNK)[:, None]).flatten()
+    num_chunks = int(first[-1])
+    full = len(place) == num_chunks * heads * CHUNK
     return ChunkTable(
-        gather.to(device), scatter[:-1].to(device), active, order.to(device),
-        torch.argsort(order).to(device),
+        place.to(device), torch.argsort(place).to(device) if full else None, num_chunks, active,
+        order.to(device), rank.to(device),
     )
+
+
+class _Spread(torch.autograd.Function):
+    """Token rows ``[tokens * H, W]`` to chunk rows ``[chunks * H * CHUNK, W]``; the gradient is
+    a plain gather, since every token has one place."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, table: ChunkTable, size: int) -> torch.Tensor:
+        ctx.table = table
+        return _spread(rows, table, size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0].index_select(0, ctx.table.place), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Inverse of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, table: ChunkTable) -> torch.Tensor:
+        ctx.table, ctx.size = table, len(rows)
+        return rows.index_select(0, table.place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _spread(grads[0], ctx.table, ctx.size), None
+
+
+def _spread(rows: torch.Tensor, table: ChunkTable, size: int) -> torch.Tensor:
+    if table.source is not None:
+        return rows.index_select(0, table.source)
+    return rows.new_zeros(size, rows.shape[1]).index_copy_(0, table.place, rows)
 
 
 def chunk_kda_torch(
@@ -72,53 +109,39 @@ def chunk_kda_torch(
     ``bounded``: every decay is at least -5, so that one tile product serves a chunk; otherwise
     the decay differences are formed pair by pair.
     """
-    table = chunk_table(bounds, q.device)
-    tokens, heads, width = q.shape
-    qc, kc, vc, gc = (_chunks(x, table, heads) for x in (q, k, v, g))  # [chunks * H, C, .]
-    bc = _chunks(beta[..., None], table, heads)
-    decay = gc.cumsum(1)  # G
+    heads, width, value = q.shape[1], q.shape[2], v.shape[2]
+    table = chunk_table(bounds, heads, q.device)
+
+    def spread(x: torch.Tensor) -> torch.Tensor:  # [chunks * H, CHUNK, .]
+        rows = x.reshape(-1, x.shape[-1])
+        size = table.num_chunks * heads * CHUNK
+        return _Spread.apply(rows, table, size).view(-1, CHUNK, x.shape[-1])
+
+    qc, kc, vc, bc = spread(q), spread(k), spread(v), spread(beta[..., None])
+    decay = spread(g).cumsum(1)  # G
     total = decay[:, -1:]
     grown = decay.exp()
     k_in, q_in = kc * grown, qc * grown
-    k_out = kc * (total - decay).exp()
-    lower, reads = _tiles(qc, kc, decay, k_in, q_in, bounded)
-    solve = torch.linalg.solve_triangular(
+    if bounded:
+        shrunk = kc * (-decay).exp()
+        k_out = shrunk * total.exp()
+        lower, reads = (torch.bmm(x, shrunk.transpose(1, 2)) for x in (k_in, q_in))
+    else:
+        k_out = kc * (total - decay).exp()
+        span = (decay[:, :, None] - decay[:, None]).clamp(max=0).exp()  # [., CHUNK, CHUNK, K]
+        lower, reads = (torch.einsum("bik,bijk,bjk->bij", x, span, kc) for x in (kc, qc))
+    lower, reads = lower.tril(-1), reads.tril()
+    solved = torch.linalg.solve_triangular(
         lower * bc, torch.cat([k_in, vc], -1) * bc, upper=False, unitriangular=True
     )
-    w, u0 = solve.split([width, v.shape[-1]], -1)
+    w, u0 = solved.split([width, value], -1)
     k_out_t = k_out.transpose(1, 2)
     carry = torch.baddbmm(torch.diag_embed(total[:, 0].exp()), k_out_t, w, alpha=-1)  # A
     write = torch.bmm(k_out_t, u0)  # B
     incoming, final = _scan(carry, write, initial_state, table, heads)
     u = torch.baddbmm(u0, w, incoming, alpha=-1)
     out = torch.baddbmm(torch.bmm(q_in, incoming), reads, u)
-    out = out.view(-1, heads, CHUNK, out.shape[-1]).transpose(1, 2).reshape(-1, heads, out.shape[-1])
-    return out.index_select(0, table.scatter), final
-
-
-def _chunks(x: torch.Tensor, table: ChunkTable, heads: int) -> torch.Tensor:
-    padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-    rows = padded.index_select(0, table.gather)
-    return rows.view(-1, CHUNK, heads, x.shape[-1]).transpose(1, 2).reshape(-1, CHUNK, x.shape[-1])
-
-
-def _tiles(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    decay: torch.Tensor,
-    k_in: torch.Tensor,
-    q_in: torch.Tensor,
-    bounded: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``<k_i e^(G_i - G_j), k_j>`` below and ``<q_i e^(G_i - G_j), k_j>`` up to the diagonal."""
-    if bounded:
-        k_t = (k * (-decay).exp()).transpose(1, 2)
-        lower, reads = torch.bmm(k_in, k_t), torch.bmm(q_in, k_t)
-    else:
-        span = (decay[:, :, None] - decay[:, None]).clamp(max=0).exp()  # [chunks * H, C, C, K]
-        lower = torch.einsum("bik,bijk,bjk->bij", k, span, k)
-        reads = torch.einsum("bik,bijk,bjk->bij", q, span, k)
-    return lower.tril(-1), reads.tril()
+    return _Collect.apply(out.view(-1, value), table).view(v.shape), final
 
 
 def _scan(
