@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from ..rollout.types import Group, Trajectory
 from .report import curve_points, draw_curve
 
+CURVE_SECONDS = 10.0  # drawing takes a fraction of a second, small steps less
 ROLLOUT_CHARACTERS = 2_000_000  # text kept per step; whole trajectories, the first one always
 
 
@@ -31,6 +33,7 @@ class Recorder:
         self._metrics = folder / "metrics.jsonl"
         self.rows = [row for row in _read_rows(self._metrics) if row["step"] <= step]
         _write(self._metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self._drawn = time.monotonic()
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def metrics(self, step: int, values: Mapping[str, float | int | str]) -> None:
@@ -69,11 +72,12 @@ class Recorder:
             room -= len(line)
         _write(self.folder / "rollouts" / f"{kind}-{step}.jsonl", "".join(x + "\n" for x in lines))
 
-    def curve(self, title: str) -> Path:
-        """Redraw ``learning_curve.png``."""
-        path = self.folder / "learning_curve.png"
-        draw_curve(path, *curve_points(self.rows), title)
-        return path
+    def curve(self, force: bool = False) -> None:
+        """Redraw ``learning_curve.png``, not more often than every ten seconds unless forced."""
+        if force or time.monotonic() > self._drawn + CURVE_SECONDS:
+            path = self.folder / "learning_curve.png"
+            draw_curve(path, *curve_points(self.rows), self.folder.name)
+            self._drawn = time.monotonic()
 
     def close(self) -> None:
         """Flush what is buffered."""

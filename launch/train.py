@@ -64,6 +64,7 @@ def train(config: TrainConfig) -> int:
             display.line(f"interrupted after step {run.step}, saved {folder}")
             display.line(f"resume      {resume_line(run.folder, run.config.steps)}")
             return 130
+    recorder.curve(force=True)
     before, _ = curve_points(recorder.rows)
     first = before[0] if before and before[0].step == 0 else None
     folder = checkpoints.newest(run.folder)
@@ -162,7 +163,7 @@ def _record(
         **{f"seconds/{name}": value for name, value in seconds.items()},
     })
     job.recorder.rollouts(run.step, groups, run.tokenizer)
-    job.recorder.curve(run.folder.name)
+    job.recorder.curve()
     display.step(run.step, total, tokens / max(total, 1e-9), success)
 
 
@@ -178,7 +179,7 @@ def _evaluate(job: Job) -> Evaluation:
         "seconds/evaluate": seconds["evaluate"],
     })
     job.recorder.rollouts(run.step, groups, run.tokenizer, kind="heldout")
-    job.recorder.curve(run.folder.name)
+    job.recorder.curve(force=True)
     job.display.line(f"step {run.step}/{config.steps}  held-out success {result}")
     return result
 
