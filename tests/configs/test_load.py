@@ -201,7 +201,12 @@ def test_every_shipped_preset_loads() -> None:
     schemas = {"train": TrainConfig, "stage": StageConfig, "sft": SftConfig}
     for kind, schema in schemas.items():
         for path in (PRESETS / kind).glob("*.yaml"):
-            by_name = load_config(schema, path.stem, [])
-            assert by_name == load_config(schema, f"{kind}/{path.stem}", [])
-            assert by_name == load_config(schema, str(path), [])
+            given = [f"{line.split(':')[0]}=x" for line in path.read_text().splitlines()
+                     if line.endswith(": ???")]
+            by_name = load_config(schema, path.stem, given)
+            assert by_name == load_config(schema, f"{kind}/{path.stem}", given)
+            assert by_name == load_config(schema, str(path), given)
+            if given:
+                with pytest.raises(UserError, match=f"{given[0].split('=')[0]} is missing"):
+                    load_config(schema, path.stem, [])
             assert len(path.read_text().splitlines()) <= 40
