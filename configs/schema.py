@@ -105,7 +105,8 @@ class Stage:
     context: int  # tokens per packed sequence
     steps: int
     batch_tokens: int
-    lr: float
+    lr: float  # at the stage's start; goes linearly to the next stage's, or to a tenth at the end
+    env_kwargs: dict[str, Any] = field(default_factory=dict)  # over env.kwargs: a longer horizon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from ..configs.errors import UserError
-from ..configs.schema import EnvConfig, SftConfig
-from ..envs.base import MessageEnv
-from ..envs.registry import make_config, tasks
+from ..configs.schema import SftConfig
+from ..envs.registry import tasks
 from ..policy.checkpoint import (
     StageRecord,
     check_context,
@@ -24,6 +22,7 @@ from ..policy.checkpoint import (
 from ..policy.corpus import Demonstration, demonstration
 from ..policy.tokenizer import ChatFormat, tokenizer_sha256
 from ..rl.sft import SftStep, train_on_demonstrations
+from .fresh import expert_env
 from .prepare import find_checkpoint
 
 LINE_SECONDS = 5.0
@@ -39,7 +38,7 @@ def run_sft(config: SftConfig) -> Path:
     torch.manual_seed(config.seed)
     start = load_checkpoint(parent)
     begin = time.perf_counter()
-    demonstrations = collect(config, start.tokenizer)
+    demonstrations = collect(config, ChatFormat(start.tokenizer))
     lengths = [len(d.token_ids) for d in demonstrations]
     print(f"sft: {len(lengths)} demonstrations of {min(lengths)} to {max(lengths)} tokens, "
           f"{time.perf_counter() - begin:.1f} s", flush=True)
@@ -56,10 +55,9 @@ def run_sft(config: SftConfig) -> Path:
     return output
 
 
-def collect(config: SftConfig, tokenizer: PreTrainedTokenizerFast) -> list[Demonstration]:
+def collect(config: SftConfig, chat: ChatFormat) -> list[Demonstration]:
     """Demonstrations of training tasks, enough to fill all steps once."""
     env = expert_env(config.env)
-    chat = ChatFormat(tokenizer)
     found: list[Demonstration] = []
     missing = config.steps * config.batch_tokens
     try:
@@ -72,14 +70,6 @@ def collect(config: SftConfig, tokenizer: PreTrainedTokenizerFast) -> list[Demon
     finally:
         env.close()
     return found
-
-
-def expert_env(config: EnvConfig) -> MessageEnv:
-    """The environment; UserError if it has no expert."""
-    env = make_config(config)
-    if not env.has_expert():
-        raise UserError(f"env.id {config.id}: has no expert() to take demonstrations from")
-    return env
 
 
 def _check(config: SftConfig, parent: Path, output: Path) -> None:

@@ -27,6 +27,8 @@ from ..configs.errors import UserError
 from ..envs.types import Message
 from .tokenizer import END_OF_DOCUMENT, ChatFormat, control_id
 
+Split = Literal["train", "heldout"]
+
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
 _SKIPPED_STDLIB = {"test", "tests", "idlelib", "lib2to3", "ensurepip"}
 _HELD_OUT_SHARE = 20  # one file in this many
@@ -110,7 +112,7 @@ class TextCorpus:
     """
 
     def __init__(self, folder: str, tokenizer: PreTrainedTokenizerFast,
-                 split: Literal["train", "heldout"]) -> None:
+                 split: Split) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._end = control_id(tokenizer, END_OF_DOCUMENT)
         self._spans = _split(text_files(folder), split)
@@ -240,7 +242,7 @@ def sample_texts(folder: str, seed: int, total_bytes: int) -> Iterator[str]:
         yield text
 
 
-def _split(files: list[Path], split: Literal["train", "heldout"]) -> list[_Span]:
+def _split(files: list[Path], split: Split) -> list[_Span]:
     spans = [_Span(file, 0, file.stat().st_size) for file in files]
     if len(spans) == 1:
         path, size = spans[0].path, spans[0].end

@@ -69,6 +69,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int,
     return _wrap(tokenizer)
 
 
+def text_token_room(vocab_size: int) -> int:
+    """How many tokens of a vocabulary are left for words and merges."""
+    return vocab_size - len(pre_tokenizers.ByteLevel.alphabet()) - len(ROLES) - len(SPECIAL_TOKENS)
+
+
 def frequent_words(texts: Iterable[str], count: int) -> list[str]:
     """The ``count`` most frequent pieces of more than one byte, most frequent first."""
     pre_tokenizer = _pre_tokenizer()

@@ -16,7 +16,13 @@ from farhorizon.launch.sft import collect, run_sft
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.checkpoint import StageRecord, load_checkpoint, save_checkpoint
 from farhorizon.policy.corpus import Demonstration, expert_messages
-from farhorizon.policy.tokenizer import frequent_words, tokenizer_sha256, train_tokenizer
+from farhorizon.policy.tokenizer import (
+    ChatFormat,
+    frequent_words,
+    load_tokenizer,
+    tokenizer_sha256,
+    train_tokenizer,
+)
 from farhorizon.rl.sft import train_on_demonstrations
 
 ENV = EnvConfig(id="echo-v0")
@@ -94,12 +100,12 @@ def test_only_assistant_tokens_are_trained_and_sequences_do_not_mix(parent: Path
 
 
 def test_demonstrations_fill_the_steps_once(parent: Path) -> None:
-    tokenizer = load_checkpoint(parent).tokenizer
-    found = collect(settings(parent, parent, steps=3, batch_tokens=200), tokenizer)
+    chat = ChatFormat(load_tokenizer(parent))
+    found = collect(settings(parent, parent, steps=3, batch_tokens=200), chat)
     lengths = [len(d.token_ids) for d in found]
     assert sum(lengths[:-1]) < 600 <= sum(lengths)
-    again = collect(settings(parent, parent, steps=3, batch_tokens=200), tokenizer)
-    other = collect(settings(parent, parent, steps=3, batch_tokens=200, seed=1), tokenizer)
+    again = collect(settings(parent, parent, steps=3, batch_tokens=200), chat)
+    other = collect(settings(parent, parent, steps=3, batch_tokens=200, seed=1), chat)
     ids = [[d.token_ids.tolist() for d in demos] for demos in (found, again, other)]
     assert ids[0] == ids[1] != ids[2]
 

@@ -1,0 +1,83 @@
+"""Where stage training starts: an untrained policy of a preset, or a checkpoint to go on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ..configs.errors import UserError
+from ..configs.load import PRESETS
+from ..configs.schema import EnvConfig, StageConfig
+from ..envs.base import MessageEnv
+from ..envs.registry import make_config, tasks
+from ..policy import Policy, PolicyConfig
+from ..policy.checkpoint import StageRecord, save_checkpoint
+from ..policy.corpus import expert_messages, sample_texts
+from ..policy.tokenizer import (
+    frequent_words,
+    text_token_room,
+    tokenizer_sha256,
+    train_tokenizer,
+)
+from .prepare import find_checkpoint
+
+TEXT_BYTES = 4_000_000  # least text a tokenizer is trained on
+BYTES_PER_TOKEN = 4096  # and how much more for a larger vocabulary
+EPISODES, EPISODE_CHARACTERS = 256, 1_000_000  # at most, to find an environment's words
+
+
+def starting_checkpoint(config: StageConfig, folder: Path) -> Path:
+    """The checkpoint that ``config.policy`` names; a preset is built and saved in ``folder``."""
+    preset = PRESETS / "policy" / f"{config.policy}.json"
+    if not preset.is_file():
+        try:
+            return find_checkpoint(config.policy)
+        except UserError as error:
+            names = ", ".join(sorted(path.stem for path in preset.parent.glob("*.json")))
+            raise UserError(f"policy {error}; presets: {names}") from None
+    texts = list(sample_texts(
+        config.text, config.seed, max(TEXT_BYTES, BYTES_PER_TOKEN * config.vocab_size)
+    ))
+    spoken = list(_spoken(config.env, config.seed)) if config.env is not None else []
+    # Half of the room at most: a vocabulary of whole words alone would spell all other text.
+    words = frequent_words(spoken, max(0, text_token_room(config.vocab_size) // 2))
+    tokenizer = train_tokenizer([*texts, *spoken], config.vocab_size, words)
+    fields = json.loads(preset.read_text(encoding="utf-8"))
+    policy_config = PolicyConfig.from_dict(fields | {"vocab_size": config.vocab_size})
+    torch.manual_seed(config.seed)
+    policy = Policy(policy_config)
+    count = sum(parameter.numel() for parameter in policy.parameters())
+    print(
+        f"stage: new policy {config.policy} of {count / 1e6:,.1f} M parameters; tokenizer of "
+        f"{config.vocab_size} tokens, {len(words)} of them words of the environment",
+        flush=True,
+    )
+    # Trained on nothing: a context of 0 keeps it from being run as if it were.
+    record = StageRecord(0, (), 0, tokenizer_sha256(tokenizer))
+    return save_checkpoint(folder, policy, policy_config, tokenizer, record)
+
+
+def expert_env(config: EnvConfig) -> MessageEnv:
+    """The environment; UserError if it has no expert."""
+    env = make_config(config)
+    if not env.has_expert():
+        raise UserError(f"env.id {config.id}: has no expert() to take demonstrations from")
+    return env
+
+
+def _spoken(config: EnvConfig, seed: int) -> Iterator[str]:
+    """What is said in some episodes."""
+    env = expert_env(config)
+    left = EPISODE_CHARACTERS
+    try:
+        for task in tasks(config.id, "train", 0, EPISODES, seed):
+            for message in expert_messages(env, task.seed):
+                left -= len(message.content)
+                yield message.content
+                if left <= 0:
+                    return
+    finally:
+        env.close()

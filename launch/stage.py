@@ -1,0 +1,221 @@
+"""``farhorizon stage``: train a policy through context stages.
+
+A switch of context trains nothing and changes nothing in the policy, which has no positions: the
+next batch just holds longer sequences. Two things keep it smooth. The learning rate is continuous
+over all stages (linear between the values at their starts), so there is no new warm-up; and the
+optimizer goes on with its state. Whether it was smooth is measured: see `Transition`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ..configs.errors import UserError
+from ..configs.schema import AlgorithmConfig, Stage, StageConfig, SyncConfig
+from ..envs.registry import tasks
+from ..policy.checkpoint import StageRecord, read_stage
+from ..policy.corpus import PackedCorpus, Split, TextCorpus, cut, demonstration
+from ..policy.tokenizer import ChatFormat, load_tokenizer
+from ..rl.actor import LearnerGroup
+from .cluster import cluster
+from .fresh import expert_env, starting_checkpoint
+from .stage_record import StageRecorder, StageStep, Transition
+
+FIXED_TOKENS = 8192  # of the fixed text, at least; one sequence of the longest context at least
+SETTLING_STEPS = 4
+FINAL_LR = 0.1  # of the last stage's rate, reached at its end
+
+
+@dataclass(slots=True)
+class _Run:
+    """A stage run under way."""
+
+    config: StageConfig
+    learner: LearnerGroup
+    chat: ChatFormat
+    fixed: list[np.ndarray]
+    recorder: StageRecorder
+    tokens: int  # seen so far, those of the start included
+
+    def measure(self, context: int) -> float:
+        """Loss of the fixed text in sequences of at most ``context`` tokens."""
+        return self.learner.evaluate_nll(cut(self.fixed, context))
+
+
+def run_stages(config: StageConfig) -> Path:
+    """Train all stages; the result is the checkpoint folder ``config.output``, which is returned.
+
+    Each stage leaves a checkpoint of its own under ``stages/`` in it. RunFailed when a switch was
+    not smooth; everything is written all the same.
+    """
+    output = Path(config.output)
+    _check(config, output)
+    untrained = output / "stages" / "0-untrained"
+    start = starting_checkpoint(config, untrained)
+    record = read_stage(start)
+    if config.stages[0].context < record.context:
+        raise UserError(f"stages: the first context {config.stages[0].context} is shorter than "
+                        f"the {record.context} tokens that {start} was trained for")
+    chat = ChatFormat(load_tokenizer(start))
+    fixed = _fixed_text(config, chat)
+    recorder = StageRecorder(output, len(config.stages), sum(map(len, fixed)))
+    with ExitStack() as stack:
+        stack.enter_context(cluster(config.ray_address))
+        learner = LearnerGroup(
+            str(start), replace(config.learner, lr=config.stages[0].lr), AlgorithmConfig(),
+            SyncConfig(), config.seed, temperature=1.0)
+        stack.callback(learner.close)
+        run = _Run(config, learner, chat, fixed, recorder, record.tokens_seen)
+        for index, stage in enumerate(config.stages):
+            _train_stage(run, index)
+            record = StageRecord(
+                stage.context, (*record.stages, stage.context), run.tokens,
+                record.tokenizer_sha256, None if start == untrained else str(start))
+            start = output / "stages" / f"{len(record.stages)}-{stage.context}"
+            learner.save_policy(start, record)
+    shutil.rmtree(untrained, ignore_errors=True)
+    _publish(start, output)
+    print(f"stage: {run.tokens} tokens; checkpoint {output}", flush=True)
+    recorder.require_smooth()
+    return output
+
+
+def learning_rate(stages: Sequence[Stage], index: int, step: int) -> float:
+    """Rate of 0-based ``step`` of stage ``index``, before warm-up: linear from this stage's ``lr``
+    to the next one's, in the last stage to a tenth of it."""
+    stage = stages[index]
+    end = stages[index + 1].lr if index + 1 < len(stages) else FINAL_LR * stage.lr
+    return stage.lr + (end - stage.lr) * step / stage.steps
+
+
+def _train_stage(run: _Run, index: int) -> None:
+    """All steps of one stage, with measurements around its start and at its end."""
+    stages = run.config.stages
+    stage, recorder = stages[index], run.recorder
+    old_context = stages[index - 1].context if index else stage.context
+    at_switch, before = run.tokens, run.measure(old_context)
+    at_new_context = run.measure(stage.context) if stage.context != old_context else before
+    recorder.fixed_text(run.tokens, at_new_context)
+    after: list[float] = []
+    with _batches(run, index) as batches:
+        for step, batch in enumerate(batches, start=1):
+            lr = learning_rate(stages, index, step - 1)
+            run.learner.set_lr(lr)
+            begin = time.perf_counter()
+            metrics = run.learner.update_nll(batch).metrics
+            seconds = time.perf_counter() - begin
+            size = sum(len(piece) for piece in batch)
+            run.tokens += size
+            recorder.step(StageStep(
+                index + 1, stage.context, step, stage.steps, run.tokens, metrics["loss"],
+                metrics["lr"], metrics["grad_norm"], metrics["expert_load_max"],
+                metrics["skipped_steps"], size / seconds))
+            if index and step in (1, min(SETTLING_STEPS, stage.steps)):
+                after.append(run.measure(old_context))
+    recorder.fixed_text(run.tokens, run.measure(stage.context))
+    if index:
+        recorder.transition(Transition(
+            old_context, stage.context, at_switch, before, at_new_context, after[0], after[-1]))
+    recorder.write()
+
+
+@contextmanager
+def _batches(run: _Run, index: int) -> Iterator[Iterator[list[np.ndarray]]]:
+    """The batches of a stage; the next one is made while the learner works on the last.
+
+    What a batch holds depends on the seed and the number of tokens seen before it.
+    """
+    stage = run.config.stages[index]
+    sequences = stage.batch_tokens // stage.context
+    seen = [run.tokens + step * sequences * stage.context for step in range(stage.steps)]
+    with _corpus(run.config, index, run.chat, "train") as corpus, ThreadPoolExecutor(1) as pool:
+
+        def make(step: int) -> Future[list[np.ndarray]]:
+            return pool.submit(corpus.batch, seen[step], stage.context, sequences)
+
+        def ahead() -> Iterator[list[np.ndarray]]:
+            made = make(0)
+            for step in range(stage.steps):
+                batch = made.result()
+                if step + 1 < stage.steps:
+                    made = make(step + 1)
+                yield batch
+
+        yield ahead()
+
+
+@contextmanager
+def _corpus(config: StageConfig, index: int, chat: ChatFormat,
+            split: Split) -> Iterator[PackedCorpus]:
+    """Text and episodes of one stage."""
+    text = TextCorpus(config.text, chat.tokenizer, split)
+    if config.env is None or config.episode_fraction == 0:
+        yield PackedCorpus(text, None, 0.0, config.seed)
+        return
+    stage = config.stages[index]
+    made = replace(config.env, kwargs={**config.env.kwargs, **stage.env_kwargs})
+    env = expert_env(made)
+
+    def episode(number: int) -> np.ndarray:
+        task = tasks(made.id, split, number, 1, config.seed)[0]
+        return demonstration(env, task.seed, chat, stage.context).token_ids
+
+    try:
+        yield PackedCorpus(text, episode, config.episode_fraction, config.seed)
+    finally:
+        env.close()
+
+
+def _fixed_text(config: StageConfig, chat: ChatFormat) -> list[np.ndarray]:
+    """Held-out text and episodes, the same tokens in the whole run.
+
+    Its pieces are as long as the longest context; shorter contexts see them cut.
+    """
+    longest = max(stage.context for stage in config.stages)
+    with _corpus(config, 0, chat, "heldout") as corpus:
+        return corpus.batch(0, longest, max(1, FIXED_TOKENS // longest))
+
+
+def _publish(folder: Path, output: Path) -> None:
+    """Make ``output`` itself the last stage's checkpoint, sharing its files.
+
+    ``config.json`` and ``stage.json`` come last: without them a folder is no checkpoint.
+    """
+    last = ("config.json", "stage.json")
+    files = sorted(folder.iterdir(), key=lambda file: (file.name in last, file.name))
+    for file in files:
+        target = output / file.name
+        target.unlink(missing_ok=True)
+        try:
+            os.link(file, target)
+        except OSError:  # a file system without hard links
+            shutil.copy2(file, target)
+
+
+def _check(config: StageConfig, output: Path) -> None:
+    if not config.stages:
+        raise UserError("stages: give at least one stage")
+    for number, stage in enumerate(config.stages):
+        for key, least in (("context", 2), ("steps", 1), ("batch_tokens", stage.context)):
+            if getattr(stage, key) < least:
+                raise UserError(f"stages[{number}].{key}={getattr(stage, key)} must be at least "
+                                f"{least}" + (", one sequence" if key == "batch_tokens" else ""))
+        if number and stage.context < config.stages[number - 1].context:
+            raise UserError(f"stages[{number}].context={stage.context} is shorter than that of "
+                            "the stage before; contexts only grow")
+    if not 0 <= config.episode_fraction <= 1:
+        raise UserError(f"episode_fraction={config.episode_fraction} must be between 0 and 1")
+    if (output / "stage.json").exists():
+        raise UserError(f"output {output}: holds a finished checkpoint; choose another output")
+    if output.exists() and not (output / "stages").is_dir() and (
+            not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"output {output}: exists and is no stage run; choose another output")

@@ -1,0 +1,160 @@
+"""Stage training: continuous learning rate, honest transitions, checkpoints one can go on from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from farhorizon.configs.errors import UserError
+from farhorizon.configs.load import PRESETS, load_config
+from farhorizon.configs.schema import EnvConfig, LearnerConfig, Stage, StageConfig
+from farhorizon.launch.fresh import starting_checkpoint
+from farhorizon.launch.interrupt import RunFailed
+from farhorizon.launch.stage import learning_rate, run_stages
+from farhorizon.launch.stage_record import StageRecorder, StageStep, Transition
+from farhorizon.policy import Policy, PolicyConfig
+from farhorizon.policy.checkpoint import load_checkpoint
+from farhorizon.policy.tokenizer import load_tokenizer
+
+STAGES = (Stage(context=32, steps=6, batch_tokens=256, lr=1e-3),
+          Stage(context=64, steps=5, batch_tokens=256, lr=1e-5, env_kwargs={"turns": 4}))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> StageConfig:
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(4):
+        (text / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    return StageConfig(
+        policy="tiny", stages=STAGES, text=str(text), output=str(tmp_path / "out"), vocab_size=300,
+        env=EnvConfig(id="echo-v0"), learner=LearnerConfig(warmup_steps=2))
+
+
+def transition(**losses: float) -> Transition:
+    return replace(Transition(128, 512, 1000, 2.0, 2.0, 2.0, 2.0), **losses)
+
+
+def test_the_learning_rate_is_continuous_and_ends_at_a_tenth() -> None:
+    stages = (Stage(context=8, steps=4, batch_tokens=8, lr=1.0),
+              Stage(context=16, steps=2, batch_tokens=16, lr=0.6))
+    assert [learning_rate(stages, 0, step) for step in range(4)] == pytest.approx(
+        [1.0, 0.9, 0.8, 0.7])
+    assert [learning_rate(stages, 1, step) for step in range(2)] == pytest.approx([0.6, 0.33])
+
+
+def test_a_transition_is_smooth_below_two_percent() -> None:
+    assert transition(after=2.039).smooth and transition(after=1.961).smooth
+    assert transition(after=2.039).change == pytest.approx(0.0195)
+    assert not transition(after=2.041).smooth and not transition(after=1.959).smooth
+    # Longer sequences and further training may lower the loss by any amount, not raise it.
+    assert transition(at_new_context=1.5, settled=1.5).smooth
+    assert not transition(at_new_context=2.05).smooth and not transition(settled=2.05).smooth
+
+
+def test_a_rough_switch_fails_the_run_after_everything_is_written(tmp_path: Path) -> None:
+    recorder = StageRecorder(tmp_path, stages=2, fixed_tokens=100)
+    for tokens in (100, 200):
+        recorder.step(StageStep(1, 128, tokens // 100, 2, tokens, 2.0, 1e-3, 1.0, 1.1, 0.0, 99.0))
+        recorder.fixed_text(tokens, 2.0)
+    recorder.transition(transition())
+    recorder.require_smooth()
+    recorder.transition(transition(after=2.2))
+    recorder.write()
+    with pytest.raises(RunFailed, match=r"context 128 -> 512.*\+10\.00%"):
+        recorder.require_smooth()
+    written = json.loads((tmp_path / "transitions.json").read_text())
+    assert [t["smooth"] for t in written["transitions"]] == [True, False]
+    assert written["transitions"][1]["change"] == pytest.approx(0.1)
+    assert (tmp_path / "stage.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_stages_end_to_end_and_on_from_there(config: StageConfig, ray_local: None,
+                                             capsys: pytest.CaptureFixture) -> None:
+    output = run_stages(config)
+    loaded = load_checkpoint(output)
+    assert (loaded.stage.context, loaded.stage.stages) == (64, (32, 64))
+    assert loaded.stage.tokens_seen == 11 * 256
+    assert loaded.policy.config.max_position_embeddings == 64
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    assert [row["context"] for row in rows] == [32] * 6 + [64] * 5
+    assert rows[0]["loss"] == pytest.approx(torch.tensor(300.0).log().item(), rel=0.3)
+    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
+    assert rows[0]["lr"] == pytest.approx(5e-4) and rows[6]["lr"] == pytest.approx(1e-5)
+    written = json.loads((output / "transitions.json").read_text())
+    assert written["fixed_text_tokens"] == 8192 and len(written["transitions"]) == 1
+    assert abs(written["transitions"][0]["change"]) < 0.02
+    assert {path.name for path in (output / "stages").iterdir()} == {"1-32", "2-64"}
+    assert any(bool(r.e_score_correction_bias.any()) for r in loaded.policy.routers())
+    # words of the environment are whole
+    ids = load_tokenizer(output).backend_tokenizer.encode(" green", add_special_tokens=False).ids
+    assert len(ids) == 1
+    assert "tokens/s" in capsys.readouterr().out
+
+    with pytest.raises(UserError, match="holds a finished checkpoint"):
+        run_stages(config)
+    further = replace(config, policy=str(output), output=str(output.parent / "further"),
+                      stages=(Stage(context=128, steps=1, batch_tokens=128, lr=1e-4),))
+    record = load_checkpoint(run_stages(further)).stage
+    assert (record.context, record.stages) == (128, (32, 64, 128))
+    assert record.tokens_seen == 12 * 256 - 128 and record.parent == str(output)
+    with pytest.raises(UserError, match="first context 32 is shorter than the 64 tokens"):
+        run_stages(replace(config, policy=str(output), output=str(output.parent / "shorter")))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"policy": "tinny"}, "policy tinny: no such folder; presets: 1b, 3b, k3, kimi-linear-48b, "),
+    ({"text": "nowhere"}, "text: no folder nowhere"),
+    ({"vocab_size": 268}, "vocab_size=268 is too small"),
+    ({"stages": ()}, "at least one stage"),
+    ({"stages": (replace(STAGES[0], batch_tokens=31),)}, r"stages\[0\].batch_tokens=31 .* 32"),
+    ({"stages": (STAGES[1], STAGES[0])}, r"stages\[1\].context=32 is shorter"),
+    ({"stages": (replace(STAGES[0], context=16, batch_tokens=16),)}, "longer than the context of"),
+    ({"episode_fraction": 1.5}, "between 0 and 1"),
+])
+def test_mistakes_are_told_in_one_line(config: StageConfig, changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        run_stages(replace(config, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_something_else_is_left_alone(config: StageConfig) -> None:
+    with pytest.raises(UserError, match="exists and is no stage run"):
+        run_stages(replace(config, output=config.text))
+
+
+def test_a_new_policy_is_fit_for_nothing_yet(config: StageConfig, tmp_path: Path) -> None:
+    start = load_checkpoint(starting_checkpoint(config, tmp_path / "start"))
+    assert start.stage.context == 0 and len(start.tokenizer) == 300
+    again = load_checkpoint(starting_checkpoint(config, tmp_path / "again"))
+    assert torch.equal(start.policy.lm_head.weight, again.policy.lm_head.weight)
+
+
+@pytest.mark.parametrize(("name", "total", "active"), [
+    ("small", 0.0587, 0.0421), ("1b", 1.116, 0.488), ("3b", 3.159, 1.133),
+    ("k3", 2778.3, 104.2), ("kimi-linear-48b", 48.75, 3.11)])
+def test_policy_presets_have_the_stated_size(name: str, total: float, active: float) -> None:
+    """Billions of parameters without the embedding table; published for the last two."""
+    fields = json.loads((PRESETS / "policy" / f"{name}.json").read_text())
+    config = PolicyConfig.from_dict(fields)
+    with torch.device("meta"):
+        policy = Policy(config)
+    sizes = {key: p.numel() for key, p in policy.named_parameters() if "embed_tokens" not in key}
+    routed = sum(size for key, size in sizes.items() if ".experts." in key)
+    share = config.num_experts_per_token / config.num_experts
+    assert sum(sizes.values()) / 1e9 == pytest.approx(total, rel=2e-3)
+    assert (sum(sizes.values()) - routed * (1 - share)) / 1e9 == pytest.approx(active, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["cpu", "1m"])
+def test_shipped_stage_configs_are_valid(name: str) -> None:
+    config = load_config(StageConfig, f"stage/{name}", ["text=stdlib"])
+    contexts = [stage.context for stage in config.stages]
+    assert contexts == sorted(contexts) and (PRESETS / "policy" / f"{config.policy}.json").is_file()
+    assert all(stage.batch_tokens % stage.context == 0 for stage in config.stages)
+    if name == "1m":
+        assert contexts == [8192, 65536, 262144, 1048576]
