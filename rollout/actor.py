@@ -19,6 +19,7 @@ from ..envs.types import Task
 from ..policy.checkpoint import load_checkpoint
 from ..policy.tokenizer import ChatFormat
 from ..policy.weights import Bucket, PolicyVersion, Publication
+from .calls import EnvCalls
 from .episode import RolloutStats, run_groups
 from .generator import NativeGenerator
 from .sync import WeightReceiver
@@ -49,10 +50,11 @@ class RolloutActor:
         checkpoint = load_checkpoint(self._checkpoint)
         policy = checkpoint.policy
         if self._config.gpus > 0:
-            policy = policy.to("cuda")
+            policy.to(torch.device("cuda"))  # type: ignore[arg-type] - Module.to
         self._generator = NativeGenerator(policy, self._seed)
         self._receiver = WeightReceiver(policy)
         self._chat = ChatFormat(checkpoint.tokenizer)
+        self._calls = EnvCalls(self._config.concurrency)
         return os.getpid()
 
     @ray.method(concurrency_group="sync")
@@ -65,7 +67,7 @@ class RolloutActor:
         """Play a group of episodes per task; greedy groups are for evaluation only."""
         config = replace(self._config, temperature=0.0) if greedy else self._config
         return run_groups(self._generator, tasks, group_size, lambda: make_config(self._env),
-                          self._chat, config, self._context, self._visible)
+                          self._chat, config, self._context, self._visible, self._calls)
 
     @ray.method(concurrency_group="sync")
     def begin_update(self, publication: Publication) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 from ..configs.errors import UserError
 
-_SLOW_CALL_S = 0.05  # one call this slow sends its kind to the threads
-_SLOW_MEAN_S = 0.001  # so does a mean above this
-_MEAN_OVER = 16  # calls
+_SLOW_MEAN_S = 0.002  # a kind of call with a larger mean goes to the threads,
+_SLOW_TOTAL_S = 0.1  # once that has cost this much
+_MAX_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +57,30 @@ class EnvCalls:
 
     A call that takes microseconds would lose more in a thread than it takes, so calls run at once
     until their kind (reset, step, close) proves slow; from then on that kind runs in threads.
-    Calls of one environment must not overlap; they may come from different threads. Any exception
-    but the user's Ctrl-C becomes a `Fault`; a `UserError` is a mistake of the user and stays one.
+    What was learned lasts as long as the object. Calls of one environment must not overlap; they
+    may come from different threads. Any exception but the user's Ctrl-C becomes a `Fault`; a
+    `UserError` is a mistake of the user and stays one.
     """
 
     def __init__(self, threads: int) -> None:
         self.seconds = 0.0  # spent in calls, over all threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="env")
+        self._pool = ThreadPoolExecutor(min(threads, _MAX_THREADS), thread_name_prefix="env")
         self._done: SimpleQueue[tuple[Any, Outcome | UserError]] = SimpleQueue()
+        self._running = 0  # submitted and not yet handed out
         self._inline: dict[str, tuple[int, float]] = {}  # kind -> calls, seconds
         self._threaded: set[str] = set()
 
     def submit(self, tag: Any, kind: str, call: Callable[[], Any]) -> None:
         """Start a call; `ready` returns its outcome with ``tag``."""
+        self._running += 1
         if kind in self._threaded:
             self._pool.submit(self._run, tag, call)
             return
         seconds = self._run(tag, call)
-        count, total = self._inline.get(kind, (0, 0.0))
-        count, total = count + 1, total + seconds
-        self._inline[kind] = count, total
-        if seconds > _SLOW_CALL_S or (count >= _MEAN_OVER and total > count * _SLOW_MEAN_S):
+        # The first call does not count: it may fill caches that all later ones use.
+        count, total = self._inline.get(kind, (-1, -seconds))
+        count, total = self._inline[kind] = count + 1, total + seconds
+        if total > max(_SLOW_TOTAL_S, count * _SLOW_MEAN_S):
             self._threaded.add(kind)
 
     def ready(self, wait: bool) -> list[tuple[Any, Outcome]]:
@@ -86,6 +89,7 @@ class EnvCalls:
         try:
             while True:
                 tag, outcome = self._done.get(block=wait and not out)
+                self._running -= 1
                 if isinstance(outcome, UserError):
                     raise outcome
                 self.seconds += outcome.seconds
@@ -93,16 +97,17 @@ class EnvCalls:
         except Empty:
             return out
 
-    def leftovers(self) -> list[tuple[Any, Any]]:
-        """Tags and values of outcomes that nobody took, without raising."""
+    def drain(self) -> list[tuple[Any, Any]]:
+        """Wait for all calls; tags and values of outcomes that nobody took, without raising."""
         out = []
-        while not self._done.empty():
+        while self._running:
             tag, outcome = self._done.get()
+            self._running -= 1
             out.append((tag, outcome.value if isinstance(outcome, Outcome) else None))
         return out
 
     def shutdown(self) -> None:
-        """Wait for calls that have started."""
+        """End the threads."""
         self._pool.shutdown(wait=True)
 
     def _run(self, tag: Any, call: Callable[[], Any]) -> float:
@@ -115,6 +120,7 @@ class EnvCalls:
             return 0.0
         except BaseException as error:  # fault boundary: environments may raise SystemExit too
             if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
+                self._running -= 1
                 raise
             fault = Fault.of(error)
         seconds = time.perf_counter() - start

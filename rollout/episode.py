@@ -59,7 +59,8 @@ class RolloutStats:
     def merge(parts: Iterable[RolloutStats]) -> RolloutStats:
         """The statistics of several actors that worked side by side."""
         parts = list(parts)
-        total = {f.name: sum(getattr(p, f.name) for p in parts) for f in fields(RolloutStats)}
+        total: dict[str, Any] = {
+            f.name: sum(getattr(p, f.name) for p in parts) for f in fields(RolloutStats)}
         total["seconds"] = max((p.seconds for p in parts), default=0.0)
         return RolloutStats(**total)
 
@@ -73,6 +74,7 @@ def run_groups(
     config: RolloutConfig,
     context: int,
     visible_context: int | None = None,
+    calls: EnvCalls | None = None,
 ) -> tuple[list[Group], RolloutStats]:
     """Play every task ``group_size`` times; groups in the order of ``tasks``.
 
@@ -81,10 +83,16 @@ def run_groups(
     ``visible_context`` each request sees only that many last tokens, through a fresh state.
     An environment fault is retried ``env_retries`` times with a fresh environment, then the
     episode ends as an error without reward. Raises UserError for a first prompt longer than
-    ``context`` and for rewards that are not numbers.
+    ``context`` and for rewards that are not numbers. ``calls`` may be shared by rollouts that
+    follow each other.
     """
-    run = _Run(generator, group_size, env_factory, chat, config, context, visible_context)
-    return run.play(tasks)
+    own = calls or EnvCalls(config.concurrency)
+    run = _Run(generator, group_size, env_factory, chat, config, context, visible_context, own)
+    try:
+        return run.play(tasks)
+    finally:
+        if calls is None:
+            own.shutdown()
 
 
 @dataclass(eq=False, slots=True)
@@ -122,11 +130,11 @@ class _Wave:
 class _Run:
     def __init__(self, generator: Generator, group_size: int,
                  env_factory: Callable[[], MessageEnv], chat: Chat, config: RolloutConfig,
-                 context: int, visible_context: int | None) -> None:
+                 context: int, visible_context: int | None, calls: EnvCalls) -> None:
         self.generator, self.chat, self.config = generator, chat, config
         self.group_size, self.env_factory = group_size, env_factory
         self.context, self.visible = context, visible_context
-        self.calls = EnvCalls(threads=min(64, config.concurrency))
+        self.calls, self.env_seconds = calls, -calls.seconds
         self.playing: dict[int, _Episode] = {}  # by session
         self.live: set[_Episode] = set()
         self.finished: dict[str, list[Trajectory]] = {}
@@ -151,7 +159,8 @@ class _Run:
         except BaseException:
             self._abandon()
             raise
-        self.calls.shutdown()
+        self.calls.drain()
+        self.env_seconds += self.calls.seconds
         groups = [Group(task.id, tuple(sorted(self.finished[task.id], key=lambda t: t.sibling)))
                   for task in tasks]
         return groups, self._stats(groups, before, time.perf_counter() - start)
@@ -225,7 +234,7 @@ class _Run:
         if completion.finish is FinishReason.LENGTH and episode.length >= self.context:
             self._finish(episode, StopReason.CONTEXT_LIMIT)
             return
-        text = self.chat.text(completion.token_ids)
+        text = self.chat.text(completion.token_ids.tolist())
         assert episode.env is not None
         self.calls.submit((partial(self._on_answer, completion.finish), episode), "step",
                           partial(_answer, episode.env, text))
@@ -312,8 +321,7 @@ class _Run:
     def _abandon(self) -> None:
         """Close every environment, those included that running calls are about to deliver."""
         self.generator.clear()
-        self.calls.shutdown()
-        for (_, episode), value in self.calls.leftovers():
+        for (_, episode), value in self.calls.drain():
             if episode.env is None and isinstance(value, tuple) and value:
                 episode.env = value[0]
         for episode in self.live:
@@ -329,7 +337,7 @@ class _Run:
             episodes=len(played), errors=sum(t.stop is StopReason.ERROR for t in played),
             env_errors=self.env_errors, invalid_rewards=self.invalid_rewards,
             turns=sum(t.turns for t in played), policy_seconds=self.policy_seconds,
-            env_seconds=self.calls.seconds, seconds=seconds, **work)
+            env_seconds=self.env_seconds, seconds=seconds, **work)
 
 
 def _counts(generator: Generator) -> dict[str, int]:

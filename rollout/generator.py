@@ -117,7 +117,7 @@ class NativeGenerator:
         self._row_of: dict[int, int] = {}
         self._pieces: dict[int, np.ndarray] = {}  # the known tokens of rows with todo > 1
         self._openings: dict[int, _Opening] = {}
-        self._unplaced: list[tuple[_Opening, np.void]] = []
+        self._unplaced: list[np.ndarray] = []
         self._closed: list[int] = []
         self._num_asked = 0
         self._state_version = self.version
@@ -155,25 +155,26 @@ class NativeGenerator:
             raise ValueError("open: a session needs a prompt token and a key")
         sessions = list(range(self._last_session + 1, self._last_session + 1 + len(keys)))
         self._last_session = sessions[-1]
-        row = np.zeros((), _ROW)
+        row = np.zeros(1, _ROW)
         row["session"], row["key"] = sessions[0], keys[0]
         row["position"] = len(prompt) if position is None else position
-        self._ask(row, params, len(prompt), int(prompt[-1]))
+        self._ask(row, 0, params, len(prompt), int(prompt[-1]))
         opening = _Opening(np.asarray(prompt, np.int64), keys, sessions)
         self._openings[sessions[0]] = opening
         self._pieces[sessions[0]] = opening.prompt
-        self._unplaced.append((opening, row))
+        self._unplaced.append(row)
         self._num_asked += len(keys)
         self.counters.prompt_tokens += len(prompt) * len(keys)
         self.counters.reused_tokens += len(prompt) * (len(keys) - 1)
         return sessions
 
     def extend(self, session: int, token_ids: np.ndarray, params: SamplingParams) -> None:
-        row = self._rows[self._row_of[session]]
-        assert row["todo"] == 0, "extend: the session is still sampling"
-        piece = np.concatenate((row["last"][None], token_ids))
-        row["position"] += len(token_ids)
-        self._ask(row, params, len(piece), int(piece[-1]))
+        rows, row = self._rows, self._row_of[session]
+        assert rows["todo"][row] == 0, "extend: the session is still sampling"
+        piece = np.empty(1 + len(token_ids), np.int64)
+        piece[0], piece[1:] = rows["last"][row], token_ids
+        rows["position"][row] += len(token_ids)
+        self._ask(rows, row, params, len(piece), int(piece[-1]))
         self._pieces[session] = piece
         self._num_asked += 1
         self.counters.prompt_tokens += len(token_ids)
@@ -202,18 +203,20 @@ class NativeGenerator:
                 active, logits = self._fork(active, logits)
             return self._sample(active, logits) if len(active) else []
 
-    def _ask(self, row: np.void | np.ndarray, params: SamplingParams, todo: int, last: int) -> None:
+    def _ask(self, rows: np.ndarray, row: int, params: SamplingParams, todo: int,
+             last: int) -> None:
         if params.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {params.max_tokens}")
-        row["todo"], row["last"], row["count"] = todo, last, 0
-        row["budget"], row["temperature"] = params.max_tokens, params.temperature
+        # Column first: assigning through a record costs several times as much.
+        rows["todo"][row], rows["last"][row], rows["count"][row] = todo, last, 0
+        rows["budget"][row], rows["temperature"][row] = params.max_tokens, params.temperature
         index = self._stop_sets.get(params.stop_token_ids)
         if index is None:
             index = self._stop_sets[params.stop_token_ids] = len(self._stop_sets)
             line = np.zeros((1, self._stop_table.shape[1]), np.bool_)
             line[0, list(params.stop_token_ids)] = True
             self._stop_table = np.concatenate((self._stop_table, line))
-        row["stop"] = index
+        rows["stop"][row] = index
 
     def _restart_openings(self) -> None:
         """Forget what old weights made of prompts that are not complete yet."""
@@ -231,9 +234,10 @@ class NativeGenerator:
             keep = np.delete(np.arange(len(self._rows)), self._closed)
             self._closed = []
             self._take_rows(keep)
+            assert self._state is not None
             self._state = self._state.select(self._index(keep)) if len(keep) else None
         if self._unplaced:
-            fresh = np.stack([row for _, row in self._unplaced])
+            fresh = np.concatenate(self._unplaced)
             empty = self._empty(len(fresh))
             self._state = empty if self._state is None else DecodeState.cat([self._state, empty])
             self._take_rows(np.arange(len(self._rows)), fresh)

@@ -42,23 +42,16 @@ def sample(
     raises FloatingPointError naming the row if a row's logits are not finite.
     """
     wide = logits.double()
-    greedy: np.ndarray | None = None
-    if isinstance(temperature, np.ndarray):
-        greedy = temperature == 0.0
-        scale = torch.from_numpy(np.where(greedy, 1.0, temperature)).to(wide.device)[:, None]
-        if not greedy.any():
-            greedy = None
-        wide = wide / scale
-    elif temperature == 0.0:
-        greedy = np.ones(len(logits), np.bool_)
-    elif temperature != 1.0:
-        wide = wide / temperature
+    heat = np.broadcast_to(np.asarray(temperature, np.float64), len(logits))
+    greedy = heat == 0.0
+    if (heat != 1.0).any():
+        wide = wide / torch.from_numpy(np.where(greedy, 1.0, heat)).to(wide.device)[:, None]
     wide = wide - wide.amax(-1, keepdim=True)
     cdf = wide.exp().cumsum(-1)
     total = cdf[:, -1:]
     point = torch.from_numpy(uniforms(keys, positions)).to(wide.device)[:, None] * total
     tokens = torch.searchsorted(cdf, point, right=True).clamp_(max=logits.shape[-1] - 1)
-    if greedy is not None:
+    if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(wide.device)[:, None],
                              wide.argmax(-1, keepdim=True), tokens)
     logprobs = wide.gather(-1, tokens) - total.log()

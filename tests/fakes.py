@@ -187,7 +187,8 @@ class ScriptedEnv(MessageEnv):
         return (Message("user", self.prompt),), {}
 
     def step(self, action: str) -> Step:
-        time.sleep(self.delay)
+        if self.delay:
+            time.sleep(self.delay)
         self.actions.append(action)
         if self.fail_at == len(self.actions):
             raise ERRORS[self.error]()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import RolloutConfig
 from farhorizon.envs.types import StopReason, Task
+from farhorizon.rollout.calls import EnvCalls
 from farhorizon.rollout.episode import RolloutStats, run_groups
 from farhorizon.rollout.types import Group, Trajectory
 
@@ -109,7 +112,7 @@ class Tries:
     def __call__(self) -> ScriptedEnv:
         broken = self.built in self.failing
         self.built += 1
-        kwargs = self.kwargs if broken else self.kwargs | {"fail_at": None}
+        kwargs: dict[str, Any] = self.kwargs if broken else {**self.kwargs, "fail_at": None}
         return ScriptedEnv(**kwargs)
 
 
@@ -199,9 +202,34 @@ def test_replies_that_are_no_messages_are_a_fault() -> None:
 
 
 def test_slow_environments_run_side_by_side() -> None:
-    """Ten waits of 60 ms each, of which all but the first overlap."""
-    _, stats, _ = play([[HE, 0]] * 2, lambda: ScriptedEnv(delay=0.06), size=10)
-    assert stats.env_seconds > 0.6 > 0.35 > stats.seconds
+    """Twelve waits of 80 ms; the first three prove them slow, the others overlap."""
+    _, stats, _ = play([[HE, 0]] * 2, lambda: ScriptedEnv(delay=0.08), size=12)
+    assert stats.env_seconds > 0.96 > 0.7 > stats.seconds
+
+
+def test_what_calls_learned_outlives_a_rollout() -> None:
+    calls = EnvCalls(threads=4)
+
+    def again() -> RolloutStats:
+        return run_groups(ScriptedGenerator([[HE, 0]]), [Task("t", 0)], 4,
+                          lambda: ScriptedEnv(delay=0.08), CHAT, RolloutConfig(), 64,
+                          calls=calls)[1]
+
+    again()
+    stats = again()
+    calls.shutdown()
+    assert stats.env_seconds > 0.3 > 0.2 > stats.seconds
+
+
+def test_one_slow_first_call_is_no_proof() -> None:
+    calls = EnvCalls(threads=4)
+    waits = [0.12, *[0.0] * 20]
+    threads = []
+    for wait in waits:
+        calls.submit(None, "step", lambda wait=wait: (time.sleep(wait), get_ident())[1])
+        threads += [outcome.value for _, outcome in calls.ready(wait=True)]
+    calls.shutdown()
+    assert set(threads) == {get_ident()}
 
 
 def test_groups_keep_to_the_concurrency_and_the_order_of_tasks() -> None:

@@ -129,8 +129,9 @@ def swap(generator: NativeGenerator, source: Policy) -> None:
 
 def greedy(generator: NativeGenerator, prompt: np.ndarray) -> Completion:
     (session,) = generator.open(prompt, [0], SamplingParams(temperature=0.0, max_tokens=12))
+    done: list[tuple[int, Completion]] = []
     while generator.busy:
-        done = generator.step()
+        done += generator.step()
     generator.close(session)
     return done[0][1]
 
