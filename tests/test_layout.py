@@ -37,7 +37,7 @@ OWNERS = {
     "rich": {"launch/"},
     "tensorboard": {"launch/"},
     "torch": {"kernels/", "policy/", "rollout/", "rl/", "launch/"},
-    "transformers": {"policy/", "rl/"},
+    "transformers": {"policy/", "rl/", "launch/"},
     "tokenizers": {"policy/"},
     "safetensors": {"policy/", "rl/resume.py"},
 }
