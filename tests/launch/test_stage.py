@@ -150,7 +150,7 @@ def test_policy_presets_have_the_stated_size(name: str, total: float, active: fl
     assert (sum(sizes.values()) - routed * (1 - share)) / 1e9 == pytest.approx(active, rel=2e-3)
 
 
-@pytest.mark.parametrize("name", ["cpu", "1m"])
+@pytest.mark.parametrize("name", ["quickstart", "1m"])
 def test_shipped_stage_configs_are_valid(name: str) -> None:
     config = load_config(StageConfig, f"stage/{name}", ["text=stdlib"])
     contexts = [stage.context for stage in config.stages]
