@@ -1,0 +1,149 @@
+"""Groups to samples to packed micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from farhorizon.envs.types import StopReason
+from farhorizon.rl.advantages import group_relative
+from farhorizon.rl.batch import deal, samples_of_groups, samples_of_text, shares
+from farhorizon.rl.types import MicroBatch, Sample
+from farhorizon.rollout.types import Group, Segment, Trajectory
+
+
+def given(ids: Sequence[int]) -> Segment:
+    none = np.zeros(0, np.float32)
+    return Segment(np.array(ids, np.int32), False, none, none.astype(np.int32))
+
+
+def sampled(ids: Sequence[int], logprob: float = -1.0, version: int = 0) -> Segment:
+    count = len(ids)
+    return Segment(
+        np.array(ids, np.int32),
+        True,
+        np.full(count, logprob, np.float32),
+        np.full(count, version, np.int32),
+    )
+
+
+def trajectory(task: str, sibling: int, reward: float | None, *segments: Segment) -> Trajectory:
+    return Trajectory(
+        task_id=task,
+        sibling=sibling,
+        segments=segments or (given([1, 2]), sampled([3, 4])),
+        turn_rewards=() if reward is None else (reward,),
+        reward=reward,
+        success=bool(reward is not None and reward >= 1),
+        stop=StopReason.ERROR if reward is None else StopReason.TERMINATED,
+        turns=1,
+    )
+
+
+def group(task: str, rewards: Sequence[float | None]) -> Group:
+    return Group(task, tuple(trajectory(task, i, r) for i, r in enumerate(rewards)))
+
+
+def sample(number: int, length: int) -> Sample:
+    (made,) = samples_of_text([np.full(length, number)])
+    return Sample(number, made.token_ids, made.loss_mask, made.behavior_logprobs, made.advantages)
+
+
+def test_masks_and_logprobs_stand_on_the_sampled_tokens() -> None:
+    # 2 prompt, 2 sampled, 3 tool, 2 sampled, 1 tool after the last turn
+    made = trajectory(
+        "t", 0, 1.0, given([1, 2]), sampled([3, 4], -0.5), given([5, 6, 7]),
+        sampled([8, 9], -0.25, version=3), given([10]),
+    )  # fmt: skip
+    other = trajectory("t", 1, 0.0)
+    ((first, second),), stats = samples_of_groups([Group("t", (made, other))], group_relative)
+    assert first.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert first.loss_mask.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1]
+    assert first.advantages.tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1]
+    assert first.behavior_logprobs.tolist() == [0, 0, -0.5, -0.5, 0, 0, 0, -0.25, -0.25]
+    assert second.advantages.tolist() == [0, 0, -1, -1]
+    assert stats.trained_tokens == 6 and stats.oldest_version == 0
+    (share,) = shares([first], 1, 100)
+    assert share.denominator == 4
+
+
+def test_failed_episodes_leave_their_group_and_are_counted() -> None:
+    ((a, b, c),), stats = samples_of_groups([group("t", [1.0, None, 0.0, 1.0])], group_relative)
+    values = [s.advantages[-1] for s in (a, b, c)]
+    assert values == pytest.approx([0.70711, -1.41421, 0.70711], abs=1e-5)
+    assert stats.metrics()["invalid_rewards"] == 1
+    assert stats.reward_mean == pytest.approx(2 / 3) and stats.success == pytest.approx(2 / 3)
+
+
+def test_groups_without_variance_are_left_out_and_counted() -> None:
+    groups = [group("a", [1.0] * 4), group("b", [0.0, 0.0, 1.0]), group("c", [0.0] * 4)]
+    kept, stats = samples_of_groups(groups, group_relative)
+    assert [[s.id for s in members] for members in kept] == [[4, 5, 6]]
+    assert (stats.groups, stats.groups_without_variance, stats.trajectories) == (3, 2, 11)
+    kept, stats = samples_of_groups([group("a", [None, math.nan])], group_relative)
+    assert kept == [] and stats.invalid == 2 and math.isnan(stats.reward_mean)
+    assert samples_of_groups([], group_relative)[0] == []
+
+
+def test_order_and_pieces_of_arrival_do_not_matter() -> None:
+    whole = [group("a", [1.0, 0.0, 0.5]), group("b", [0.0, 0.0, 1.0])]
+    pieces = [
+        Group("b", (whole[1].trajectories[2], whole[1].trajectories[0])),
+        Group("a", whole[0].trajectories[::-1]),
+        Group("b", (whole[1].trajectories[1],)),
+    ]
+    first, second = (samples_of_groups(g, group_relative) for g in (whole, pieces))
+    assert first[1] == second[1]
+    for left, right in zip(chain(*first[0]), chain(*second[0]), strict=True):
+        assert left.id == right.id and left.advantages.tolist() == right.advantages.tolist()
+
+
+def test_first_token_is_never_trained() -> None:
+    both = [trajectory("t", i, float(i), sampled([7, 8])) for i in range(2)]
+    ((first, _),), stats = samples_of_groups([Group("t", tuple(both))], group_relative)
+    assert first.loss_mask.tolist() == [False, True] and stats.trained_tokens == 2
+
+
+def test_text_trains_every_token_but_the_first() -> None:
+    (only,) = samples_of_text([np.array([5]), np.array([5, 6, 7]), np.array([], np.int64)])
+    assert only.id == 1 and only.loss_mask.tolist() == [False, True, True]
+
+
+def _lengths(batch: MicroBatch) -> list[int]:
+    return [] if batch.padding else np.diff(batch.cu_seqlens).tolist()
+
+
+def test_packing_never_cuts_and_fills_ranks_evenly() -> None:
+    samples = [sample(i, n) for i, n in enumerate([9, 30, 5, 4, 3, 2, 8, 7])]
+    for ranks in (1, 2, 3):
+        made = shares(samples, ranks, 10)
+        assert len({len(s.micro_batches) for s in made}) == 1
+        assert {s.denominator for s in made} == {68 - 8}
+        batches = [b for s in made for b in s.micro_batches]
+        assert sorted(n for b in batches for n in _lengths(b)) == [2, 3, 4, 5, 7, 8, 9, 30]
+        assert all(sum(_lengths(b)) <= 10 or _lengths(b) == [30] for b in batches)
+        for b in batches:
+            assert len(b.input_ids) == b.cu_seqlens[-1] == len(b.loss_mask) == len(b.sequence_ids)
+            assert not b.loss_mask[b.cu_seqlens[:-1]].any()
+    shuffled = [samples[i] for i in (3, 7, 0, 2, 6, 1, 5, 4)]
+    for left, right in zip(shares(samples, 2, 10), shares(shuffled, 2, 10), strict=True):
+        for a, b in zip(left.micro_batches, right.micro_batches, strict=True):
+            assert a.input_ids.tolist() == b.input_ids.tolist()
+
+
+def test_ranks_without_data_get_padding_that_trains_nothing() -> None:
+    first, second = shares([sample(0, 5)], 2, 100)
+    assert not first.micro_batches[0].padding and second.micro_batches[0].padding
+    assert not second.micro_batches[0].loss_mask.any()
+    assert first.denominator == second.denominator == 4
+    assert shares([], 2, 100)[0].denominator == 1
+
+
+def test_minibatches_keep_siblings_together() -> None:
+    groups = [[sample(2 * i, 3), sample(2 * i + 1, 3)] for i in range(3)]
+    assert [[s.id for s in step] for step in deal(groups, 2)] == [[0, 1, 4, 5], [2, 3]]
+    assert [len(step) for step in deal(groups, 8)] == [2, 2, 2]

@@ -1,0 +1,165 @@
+"""The learner on real DeepSpeed and gloo: one process, and two; see ``worker.py`` for the plays."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from farhorizon.policy import Policy, PolicyConfig
+
+WORKER = Path(__file__).parent / "worker.py"
+STAGES = range(4)
+RANKS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which one process and two processes left their results."""
+    folder = tmp_path_factory.mktemp("learner")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    for ranks in RANKS:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(WORKER), str(rank), str(ranks), str(folder)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            outputs = [process.communicate(timeout=300)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        for process, output in zip(processes, outputs, strict=True):
+            assert process.returncode == 0, output
+        print(outputs[0])
+    return folder
+
+
+def results(folder: Path, ranks: int, name: str) -> Any:
+    """What a scenario gave, alike on every rank unless only rank 0 fills it in."""
+    return json.loads((folder / f"{ranks}-0.json").read_text())[name]
+
+
+def weights(folder: Path, ranks: int, name: str) -> dict[str, Tensor]:
+    return load_file(folder / f"{ranks}-{name}.safetensors")
+
+
+def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("layout", ["packed", "single"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_any_split_gives_the_same_loss_gradient_and_weights(
+    played: Path, ranks: int, layout: str, stage: int
+) -> None:
+    reference = results(played, 1, "fake-0-packed")
+    assert reference[0]["grad_norm"] > 0.1
+    for got, want in zip(results(played, ranks, f"fake-{stage}-{layout}"), reference, strict=True):
+        for key in ("loss", "grad_norm", "entropy", "kl", "clip_fraction", "log_ratio_max"):
+            assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), key
+    after = weights(played, ranks, f"fake-{stage}-{layout}")
+    assert distance(after, weights(played, 1, "fake-0-packed")) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_policy_learns_alike_under_any_split(played: Path, ranks: int, stage: int) -> None:
+    reference = results(played, 1, "tiny-0")
+    for got, want in zip(results(played, ranks, f"tiny-{stage}"), reference, strict=True):
+        assert got["loss"] == pytest.approx(want["loss"], abs=1e-5)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3)
+    after, want = weights(played, ranks, f"tiny-{stage}"), weights(played, 1, "tiny-0")
+    assert distance(after, want) < 1e-4
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_routing_thresholds_pool_over_micro_batches_and_ranks(played: Path, ranks: int) -> None:
+    for name in ("one", "four", "padded"):
+        got = results(played, ranks, f"threshold-{name}")
+        assert got["bias"] == pytest.approx([-0.125, 0.125], abs=0.004)
+        assert got["before"] == pytest.approx([0.75, 0.25])
+        assert got["after"] == pytest.approx([0.5, 0.5], abs=0.01)
+    name = "model.layers.1.block_sparse_moe.gate.e_score_correction_bias"
+    want = weights(played, 1, "tiny-0")[name]
+    assert float(want.abs().max()) > 0.01
+    for stage in (0, 3):
+        got_bias = weights(played, ranks, f"tiny-{stage}")[name]
+        assert float((got_bias - want).abs().max()) < 0.004
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_scoring_and_evaluation_are_never_counted(played: Path, ranks: int) -> None:
+    for stage in (0, 3):
+        got = results(played, ranks, f"silent-{stage}")
+        assert got["same"] and got["counted"] == 0 and got["later"]
+        want = results(played, 1, "silent-0")
+        assert got["nll"] == pytest.approx(want["nll"], abs=1e-5)
+        assert got["score"] == pytest.approx(want["score"], abs=1e-3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_an_infinite_gradient_changes_nothing(played: Path, ranks: int, stage: int) -> None:
+    got = results(played, ranks, f"skip-{stage}")
+    assert got["same"] and got["lr"] and got["counts"] == 0
+    assert (got["version"], got["skipped"], got["skipped_steps"]) == (1, True, 1)
+    assert got["bad_tensor"] == "mix.weight"
+    assert got["later"] and got["later_version"] == 2 and got["as_if_never_seen"]
+    assert "3 optimizer steps in a row" in got["stopped"] and "mix.weight" in got["stopped"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_resuming_continues_bit_for_bit(played: Path, ranks: int, stage: int) -> None:
+    got = results(played, ranks, f"resume-{stage}")
+    assert got["loaded"] and got["bitwise"] and got["versions"] == [3, 3]
+    assert got["crossed"] < 1e-6  # under another ZeRO stage: up to rounding
+
+
+def test_bfloat16_keeps_fp32_masters(played: Path) -> None:
+    assert set(results(played, 1, "bfloat16").values()) == {"torch.float32"}
+    moved = weights(played, 1, "bfloat16")
+    torch.manual_seed(0)
+    start = Policy(PolicyConfig.tiny(vocab_size=64, hidden_size=32, num_hidden_layers=2))
+    name = "lm_head.weight"
+    step = moved[name] - start.state_dict()[name]
+    assert 0 < float(step.abs().max()) < 0.02
+    assert bool((moved[name] != moved[name].bfloat16().float()).any())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_everything_is_published_and_arrives_bit_for_bit(
+    played: Path, ranks: int, stage: int
+) -> None:
+    got = results(played, ranks, f"publish-{stage}")
+    assert got["complete"] and got["equal"] and got["sent"] == got["names"]
+    assert got["changed"] == len(got["names"])  # a constant was added to each
+    assert got["buckets"] >= 1
+    for part in (
+        "gate.e_score_correction_bias",
+        "self_attention_res_proj.weight",
+        "output_attn_res_proj.weight",
+        "A_log",
+        "dt_bias",
+        "q_conv1d.weight",
+        "lm_head.weight",
+        "experts.w2",
+    ):
+        assert any(name.endswith(part) for name in got["names"]), part
