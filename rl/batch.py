@@ -147,7 +147,7 @@ def _sample(number: int, trajectory: Trajectory, advantage: float) -> Sample:
 
 
 def _bins(samples: Sequence[Sample], ranks: int, capacity: int) -> list[list[Sample]]:
-    total = sum(len(s) for s in samples)
+    total = sum(min(len(s), capacity) for s in samples)  # a longer one has a batch to itself
     rounds = max(1, math.ceil(total / capacity / ranks))
     bins: list[list[Sample]] = [[] for _ in range(rounds * ranks)]
     emptiest = [(0, number) for number in range(len(bins))]

@@ -125,6 +125,7 @@ def test_packing_never_cuts_and_fills_ranks_evenly() -> None:
         assert {s.denominator for s in made} == {68 - 8}
         batches = [b for s in made for b in s.micro_batches]
         assert sorted(n for b in batches for n in _lengths(b)) == [2, 3, 4, 5, 7, 8, 9, 30]
+        assert len(batches) <= 6 + ranks  # at least 5 + the long one; no rows of mere padding
         assert all(sum(_lengths(b)) <= 10 or _lengths(b) == [30] for b in batches)
         for b in batches:
             assert len(b.input_ids) == b.cu_seqlens[-1] == len(b.loss_mask) == len(b.sequence_ids)
