@@ -66,6 +66,8 @@ class Generator(Protocol):
         ...
 
 
+PATIENCE = 8  # decode steps that a given piece may wait for others
+
 _ROW = np.dtype([
     ("session", np.int64),
     ("key", np.uint64),
@@ -120,6 +122,7 @@ class NativeGenerator:
         self._unplaced: list[np.ndarray] = []
         self._closed: list[int] = []
         self._num_asked = 0
+        self._postponed = 0  # steps that the waiting pieces have been put off
         self._state_version = self.version
         self._tokens = np.zeros((0, 16), np.int32)
         self._logprobs = np.zeros((0, 16), np.float32)
@@ -258,10 +261,17 @@ class NativeGenerator:
     def _plan(self) -> tuple[np.ndarray, np.ndarray]:
         """Rows that take part and how many of their tokens each may feed.
 
+        Single tokens go first while there are any, so that pieces given to different sessions at
+        nearby times are prefilled together, once; after `PATIENCE` such steps all rows take part.
         Layers may pad to the longest piece, so it is rows x longest piece that is bounded.
         """
         todo = self._rows["todo"]
         active = np.flatnonzero(todo)
+        single = active[todo[active] == 1]
+        if 0 < len(single) < len(active) and self._postponed < PATIENCE:
+            self._postponed += 1
+            return single, np.ones(len(single), np.int64)
+        self._postponed = 0
         longest = max(1, self._prefill_tokens // len(active))
         return active, np.minimum(todo[active], longest)
 
