@@ -42,6 +42,14 @@ def load_config(schema: type[C], source: str | None, overrides: list[str]) -> C:
     return _override(schema, data, overrides, where)
 
 
+def check_overrides(schema: type, overrides: list[str]) -> None:
+    """Refuse unknown keys and wrong values without asking for what else the schema needs."""
+    data: Data = {}
+    for text in overrides:
+        _assign(data, *_split_override(text))
+    _build(schema, data, "", "on the command line", partial=True)
+
+
 def override_config(config: C, overrides: list[str]) -> C:
     """A copy of `config` with ``key=value`` overrides applied and checked."""
     return _override(type(config), _plain(config), overrides, "on the command line")

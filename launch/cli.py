@@ -97,10 +97,10 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from ..configs.load import load_config
+    from ..configs.load import check_overrides
     from ..configs.schema import EvalConfig
 
-    load_config(EvalConfig, None, arguments.overrides)  # mistakes are told at once
+    check_overrides(EvalConfig, arguments.overrides)
     from .evaluate import evaluate
 
     return evaluate(arguments.path, arguments.overrides)

@@ -41,13 +41,13 @@ _install() {
     local python="$1/bin/python" pins="$1/farhorizon-constraints.txt"
     echo "setup: installing into $1 (the first time this takes minutes)"
     grep -v '^#' "$ROOT/launch/constraints.txt" >"$pins"
-    "$python" -m pip install --quiet --upgrade pip 'setuptools>=77' wheel
+    "$python" -m pip install -qq --upgrade pip 'setuptools>=77' wheel
     # torch first: deepspeed is built from source against it.
-    "$python" -m pip install --quiet "$(grep '^torch==' "$pins")"
+    "$python" -m pip install -qq "$(grep '^torch==' "$pins")"
     if "$python" -c 'from importlib.metadata import version; version("triton")' 2>/dev/null; then
         grep -v '^triton==' "$ROOT/launch/constraints.txt" >"$pins"
     fi
-    "$python" -m pip install --quiet --no-build-isolation -c "$pins" -e "$ROOT[test]"
+    "$python" -m pip install -qq --no-build-isolation -c "$pins" -e "$ROOT[test]"
 }
 
 _setup() {

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from farhorizon.configs.errors import UserError
-from farhorizon.configs.load import PRESETS, dump_config, load_config, override_config
+from farhorizon.configs.load import (
+    PRESETS,
+    check_overrides,
+    dump_config,
+    load_config,
+    override_config,
+)
 from farhorizon.configs.schema import (
     EnvConfig,
     EvalConfig,
@@ -190,6 +196,12 @@ def test_overriding_a_built_config() -> None:
     assert config.env.kwargs == {}
     with pytest.raises(UserError, match="unknown key sed"):
         override_config(config, ["sed=1"])
+
+
+def test_overrides_can_be_checked_before_the_rest_is_known() -> None:
+    check_overrides(EvalConfig, ["env.plugins=[a.py]", "episodes=3"])
+    with pytest.raises(UserError, match="did you mean episodes"):
+        check_overrides(EvalConfig, ["episods=3"])
 
 
 def test_unknown_preset_suggests_one() -> None:
