@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import tempfile
@@ -31,7 +32,7 @@ ACTOR_CPUS = 0.01  # Ray places by this number; the real use is set by ``threads
 
 
 class LearnerActor:
-    """One rank; every method but `node` and `port` is a collective: all ranks must be called."""
+    """One rank; `update` and all after it are collectives: every rank must be called."""
 
     def __init__(self, config: LearnerConfig, rank: int, seed: int) -> None:
         if config.threads > 0:
@@ -39,16 +40,16 @@ class LearnerActor:
         torch.manual_seed(seed)
         self.config, self.rank, self.seed = config, rank, seed
 
-    def node(self) -> tuple[str, str]:
-        """Id and address of the machine this rank runs on."""
-        context = ray.get_runtime_context()
-        return context.get_node_id(), ray.util.get_node_ip_address()
+    def process_id(self) -> int:
+        """The process of this rank."""
+        return os.getpid()
 
-    def port(self, address: str) -> int:
-        """A port of ``address`` that was free a moment ago."""
+    def address(self) -> tuple[str, int]:
+        """This machine's address in the cluster, and a port of it that was free a moment ago."""
+        address = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((address, 0))
-            return probe.getsockname()[1]
+            return address, probe.getsockname()[1]
 
     def start(self, checkpoint: str, rendezvous: str, temperature: float) -> None:
         """Join the other ranks and build the learner around the policy of ``checkpoint``."""
@@ -124,11 +125,16 @@ class LearnerGroup:
         self._folder: str | None = None
         actor: Any = ray.remote(num_cpus=ACTOR_CPUS, num_gpus=config.gpus)(LearnerActor)
         self.actors: list[Any] = [actor.remote(config, r, seed) for r in range(config.ranks)]
-        try:
-            self._call("start", checkpoint, self._rendezvous(), temperature)
-        except BaseException:
-            self.close()
-            raise
+        rendezvous = self._rendezvous()
+        self._starting = [a.start.remote(checkpoint, rendezvous, temperature) for a in self.actors]
+
+    def ready(self) -> None:
+        """Wait until every rank has built its part; any other call waits as well.
+
+        Construction returns at once, so that other actors can start at the same time.
+        """
+        starting, self._starting = self._starting, []
+        self._results(starting)
 
     def update(self, groups: Sequence[Group]) -> UpdateResult:
         """Learn from one rollout batch, in ``minibatches`` optimizer steps.
@@ -199,12 +205,10 @@ class LearnerGroup:
         """Where the ranks meet: a file on one machine, rank 0's address across machines."""
         if self.config.ranks == 1:
             return ""
-        nodes = self._call("node")
-        if len({node for node, _ in nodes}) == 1 and nodes[0][0] == _own_node():
+        if sum(node["Alive"] for node in ray.nodes()) == 1:
             self._folder = tempfile.mkdtemp(prefix="farhorizon-")
             return f"file://{self._folder}/rendezvous"
-        address = nodes[0][1]
-        port = ray.get(self.actors[0].port.remote(address))
+        address, port = ray.get(self.actors[0].address.remote())
         return f"tcp://{address}:{port}"
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
@@ -212,10 +216,15 @@ class LearnerGroup:
 
     def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call every rank with its own arguments; results in the order of ranks."""
-        refs = [
-            getattr(actor, method).remote(*own)
-            for actor, own in zip(self.actors, arguments, strict=True)
-        ]
+        self.ready()
+        return self._results(
+            [
+                getattr(actor, method).remote(*own)
+                for actor, own in zip(self.actors, arguments, strict=True)
+            ]
+        )
+
+    def _results(self, refs: list[ray.ObjectRef]) -> list[Any]:
         waiting = list(refs)
         try:
             while waiting:
@@ -238,7 +247,3 @@ class LearnerGroup:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-
-
-def _own_node() -> str:
-    return ray.get_runtime_context().get_node_id()

@@ -41,7 +41,8 @@ def grpo(
     """
     _check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
     log_ratio = _masked(logprobs, mask) - _masked(behavior_logprobs, mask)
-    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # Not clamp: that would turn a NaN into a gradient of 0, and the fault would go unseen.
+    log_ratio = torch.minimum(log_ratio, log_ratio.new_tensor(MAX_LOG_RATIO))
     ratio = log_ratio.exp()
     advantages = _masked(advantages, mask)
     free = ratio * advantages

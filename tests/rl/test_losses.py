@@ -84,6 +84,22 @@ def test_a_huge_ratio_stays_finite() -> None:
     assert math.isfinite(loss) and gradient == 0.0
 
 
+@pytest.mark.parametrize("which", ["logprobs", "behavior", "advantages"])
+def test_nan_under_the_mask_reaches_the_gradient(which: str) -> None:
+    bad, good = torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0])
+    logprobs = (bad if which == "logprobs" else good).clone().requires_grad_()
+    out = grpo(
+        logprobs,
+        bad if which == "behavior" else good,
+        bad if which == "advantages" else good,
+        torch.tensor([True, True]),
+        sequence_ids=torch.tensor([0, 0]),
+        denominator=2,
+    )
+    (gradient,) = torch.autograd.grad(out.loss, logprobs)
+    assert math.isnan(out.loss.item()) and math.isnan(gradient[0].item())
+
+
 def test_on_policy_pass_clips_nothing() -> None:
     logprobs = torch.randn(64)
     out = grpo(

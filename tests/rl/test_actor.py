@@ -1,0 +1,166 @@
+"""The learner behind Ray actors, as a run uses it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from farhorizon.configs.errors import UserError
+from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
+from farhorizon.policy.checkpoint import StageRecord, load_checkpoint
+from farhorizon.policy.weights import digest
+from farhorizon.rl.actor import LearnerGroup
+from farhorizon.rollout.sync import WeightReceiver
+from farhorizon.rollout.types import Group
+
+from .test_batch import given, group, sampled, trajectory
+
+
+def learners(checkpoint: Path, **changes: Any) -> LearnerGroup:
+    config = LearnerConfig(lr=1e-3, micro_batch_tokens=32, **changes)
+    return LearnerGroup(str(checkpoint), config, AlgorithmConfig(), SyncConfig(), 0, 1.0)
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def learner(
+    request: pytest.FixtureRequest, ray_local: None, tiny_checkpoint: Path
+) -> Iterator[LearnerGroup]:
+    """One learner of one rank, then one of two."""
+    made = learners(tiny_checkpoint, ranks=request.param, zero_stage=0 if request.param == 1 else 2)
+    pids = ray.get([actor.process_id.remote() for actor in made.actors])
+    yield made
+    made.close()
+    made.close()
+    _wait_until_gone(pids)
+
+
+def _wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < deadline, f"still running: {pids}"
+        time.sleep(0.1)
+
+
+def groups(step: int) -> list[Group]:
+    random = np.random.default_rng(step)
+    made = []
+    for task in ("a", "b", "c"):
+        members = [
+            trajectory(
+                task,
+                sibling,
+                float(sibling % 2),
+                given(random.integers(0, 200, 5).tolist()),
+                sampled(random.integers(0, 200, 3 + sibling).tolist(), -5.0, version=step),
+            )
+            for sibling in range(4)
+        ]
+        made.append(Group(task, tuple(members)))
+    return made
+
+
+SEEN: dict[str, list[float]] = {}
+
+
+def test_updates_publishes_saves_and_resumes(
+    learner: LearnerGroup, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    first = learner.update(groups(0))
+    assert not first.skipped and first.version == learner.version == 1
+    assert first.metrics["groups"] == 3 and first.metrics["trained_tokens"] == 54
+    assert first.metrics["staleness_max"] == 0
+
+    publication = learner.publish()
+    receiver = WeightReceiver(load_checkpoint(tiny_checkpoint).policy)
+    receiver.begin(publication)
+    for bucket in publication.buckets:
+        receiver.load(ray.get(bucket))
+    receiver.verify()
+    assert receiver.commit().number == 1
+
+    learner.save_policy(tmp_path / "policy", StageRecord(512, (512,), 0, ""))
+    written = load_checkpoint(tmp_path / "policy").policy.state_dict()
+    for name, tensor in receiver.policy.state_dict().items():
+        assert digest(written[name]) == digest(tensor), name
+
+    learner.save(tmp_path / "state")
+    after = learner.update(groups(1))
+    assert after.version == 2
+    learner.load(tmp_path / "state")
+    assert learner.version == 1
+    again = learner.update(groups(1))
+    assert again == after
+
+    values = [first.metrics["loss"], after.metrics["loss"], after.metrics["grad_norm"]]
+    wanted = SEEN.setdefault("losses", values)
+    assert values == pytest.approx(wanted, rel=1e-4, abs=1e-5)  # one rank or two
+
+
+def test_text_is_learned_and_evaluated(learner: LearnerGroup) -> None:
+    text = [np.arange(40) % 7 + 20, np.arange(9) % 7 + 20]
+    before = learner.evaluate_nll(text)
+    assert learner.evaluate_nll(text) == before
+    learner.set_lr(1e-2)
+    for _ in range(3):
+        result = learner.update_nll(text)
+    assert result.metrics["lr"] == 1e-2 and result.metrics["trained_tokens"] == 47
+    assert learner.evaluate_nll(text) < before
+
+
+def test_a_batch_without_variance_is_skipped_and_says_so(learner: LearnerGroup) -> None:
+    version = learner.version
+    result = learner.update([group("a", [1.0, 1.0]), group("b", [None, None])])
+    assert result.skipped and result.version == learner.version == version
+    assert result.metrics["groups_without_variance"] == 2
+    assert result.metrics["invalid_rewards"] == 2
+
+
+def test_mistakes_come_back_as_the_user_made_them(
+    ray_local: None, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    made = learners(tmp_path / "missing", ranks=2)
+    with pytest.raises(UserError, match="no such checkpoint folder"):
+        made.ready()
+    assert made.actors == []
+    made = learners(tiny_checkpoint, ranks=1, max_skipped_steps=1)
+    try:
+        with pytest.raises(UserError, match=r"learner\.json: not a complete learner state"):
+            made.load(tmp_path)
+        assert made.actors == []
+    finally:
+        made.close()
+
+
+def test_an_infinite_gradient_is_named_and_stops_the_run(
+    ray_local: None, tiny_checkpoint: Path
+) -> None:
+    made = learners(tiny_checkpoint, ranks=1, max_skipped_steps=2)
+    try:
+        broken = [
+            Group(t.task_id, tuple(_with_logprob(m, np.nan) for m in t.trajectories))
+            for t in groups(0)
+        ]
+        result = made.update(broken)
+        assert result.skipped and result.version == 0 and result.bad_tensor is not None
+        with pytest.raises(UserError, match="2 optimizer steps in a row"):
+            made.update(broken)
+    finally:
+        made.close()
+
+
+def _with_logprob(member: Any, value: float) -> Any:
+    prompt, reply = member.segments
+    return trajectory(
+        member.task_id,
+        member.sibling,
+        member.reward,
+        given(prompt.token_ids.tolist()),
+        sampled(reply.token_ids.tolist(), float(value)),
+    )
