@@ -156,23 +156,29 @@ def _batches(run: _Run, index: int) -> Iterator[Iterator[list[np.ndarray]]]:
 @contextmanager
 def _corpus(config: StageConfig, index: int, chat: ChatFormat,
             split: Split) -> Iterator[PackedCorpus]:
-    """Text and episodes of one stage."""
+    """Text and episodes of one stage.
+
+    Horizons of the stages before stay in the mixture: a policy that saw only the new one would
+    forget the others, and the loss of what it knew would jump at the switch.
+    """
     text = TextCorpus(config.text, chat.tokenizer, split)
     if config.env is None or config.episode_fraction == 0:
         yield PackedCorpus(text, None, 0.0, config.seed)
         return
-    stage = config.stages[index]
-    made = replace(config.env, kwargs={**config.env.kwargs, **stage.env_kwargs})
-    env = expert_env(made)
+    context = config.stages[index].context
+    horizons = [{**config.env.kwargs, **stage.env_kwargs} for stage in config.stages[: index + 1]]
+    distinct = [kwargs for i, kwargs in enumerate(horizons) if kwargs not in horizons[:i]]
+    id = config.env.id
+    with ExitStack() as stack:
+        envs = [expert_env(replace(config.env, kwargs=kwargs)) for kwargs in distinct]
+        for env in envs:
+            stack.callback(env.close)
 
-    def episode(number: int) -> np.ndarray:
-        task = tasks(made.id, split, number, 1, config.seed)[0]
-        return demonstration(env, task.seed, chat, stage.context).token_ids
+        def episode(number: int) -> np.ndarray:
+            task = tasks(id, split, number, 1, config.seed)[0]
+            return demonstration(envs[number % len(envs)], task.seed, chat, context).token_ids
 
-    try:
         yield PackedCorpus(text, episode, config.episode_fraction, config.seed)
-    finally:
-        env.close()
 
 
 def _fixed_text(config: StageConfig, chat: ChatFormat) -> list[np.ndarray]:
