@@ -150,7 +150,8 @@ def draw_stages(
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     axes.plot([s.tokens for s in steps], [s.loss for s in steps], color="tab:gray", alpha=0.6,
               linewidth=1, label="training batch")
-    axes.plot(*zip(*measured, strict=True), color="tab:blue", marker="o", label="fixed text")
+    axes.plot(*zip(*measured, strict=True), color="tab:blue", marker="o", linestyle="",
+              label="fixed text")
     low = min(s.loss for s in steps)
     for t in transitions:
         axes.axvline(t.tokens, color="tab:red", linestyle="--", linewidth=1)
