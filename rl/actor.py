@@ -152,8 +152,14 @@ class LearnerGroup:
         )
 
     def update_nll(self, sequences: Sequence[np.ndarray]) -> UpdateResult:
-        """One optimizer step on the negative log-likelihood of every token but each first."""
-        shares = self._shares(batch.samples_of_text(sequences))
+        """One optimizer step on the negative log-likelihood of every token but each first.
+
+        ValueError if no sequence has a second token.
+        """
+        samples = batch.samples_of_text(sequences)
+        if not samples:
+            raise ValueError("update_nll: no sequence has more than one token")
+        shares = self._shares(samples)
         return self._update([shares], losses.nll, {"trained_tokens": shares[0].denominator})
 
     def evaluate_nll(self, sequences: Sequence[np.ndarray]) -> float:

@@ -148,6 +148,7 @@ class Engine:
             group["lr"] = self.scheduled_lr()
         if self.stage > 0:
             self._engine.step()  # clips; drops a gradient whose norm is not finite
+            assert self._engine.was_step_applied() == (bad is None)
         elif bad is None:
             if 0 < self.config.grad_clip < norm:
                 torch.nn.utils.clip_grads_with_norm_(
@@ -268,11 +269,9 @@ class Engine:
         else:
             base, tensors = optimizer.optimizer, optimizer.single_partition_of_fp32_groups
         for tensor in tensors:
-            state = {key: torch.zeros_like(tensor.data) for key in MOMENTS}
-            base.state[tensor] = {
-                "step": torch.tensor(float(self.applied_steps)),
-                **state,
-            }
+            steps = torch.tensor(float(self.applied_steps), device=tensor.device)
+            moments = {key: torch.zeros_like(tensor.data) for key in MOMENTS}
+            base.state[tensor] = {"step": steps, **moments}
         self._link_moments()
 
     def _link_moments(self) -> None:

@@ -37,7 +37,8 @@ class Learner:
         self.skipped_in_a_row = 0
 
     def update(self, steps: Sequence[Share], loss: LossFunction) -> UpdateResult:
-        """One optimizer step per share of this rank; metrics are means over the steps.
+        """One optimizer step per share of this rank; metrics are means over the applied steps, or
+        over all where none was.
 
         A step whose gradient is not finite changes nothing: weights, moments, learning rate
         schedule, thresholds and version stay. UserError after ``max_skipped_steps`` of them in
@@ -49,11 +50,11 @@ class Learner:
             values, bad = self._optimizer_step(share, loss)
             metrics.append(values)
             bad_tensor = bad_tensor or bad
-        applied = sum(values["skipped_steps"] == 0 for values in metrics)
-        self.version += applied > 0
-        mean = {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]}
-        mean["skipped_steps"] = len(metrics) - applied
-        return UpdateResult(mean, self.version, applied == 0, bad_tensor)
+        applied = [values for values in metrics if values["skipped_steps"] == 0]
+        self.version += bool(applied)
+        mean = {k: float(np.mean([m[k] for m in applied or metrics])) for k in metrics[0]}
+        mean["skipped_steps"] = len(metrics) - len(applied)
+        return UpdateResult(mean, self.version, not applied, bad_tensor)
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         """Log-probs of tokens 1..n-1 of one sequence at the run's temperature, fp32 [n - 1].
@@ -71,12 +72,12 @@ class Learner:
 
     def evaluate(self, share: Share) -> float:
         """Mean negative log-likelihood per trained token over all ranks, in nats."""
-        total = torch.zeros(1, dtype=torch.float64)
+        total = torch.zeros(1, dtype=torch.float64, device=self.engine.device)
         with torch.no_grad():
             for batch in share.micro_batches:
                 logprobs, _ = self._logprobs(batch, last=False)
                 if not batch.padding:
-                    total -= logprobs.double().sum().cpu()
+                    total -= logprobs.double().sum()
         self.engine.all_reduce([total])
         return float(total) / share.denominator
 

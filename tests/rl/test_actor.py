@@ -108,10 +108,12 @@ def test_text_is_learned_and_evaluated(learner: LearnerGroup) -> None:
     before = learner.evaluate_nll(text)
     assert learner.evaluate_nll(text) == before
     learner.set_lr(1e-2)
-    for _ in range(3):
-        result = learner.update_nll(text)
+    results = [learner.update_nll(text) for _ in range(3)]
+    result = results[-1]
     assert result.metrics["lr"] == 1e-2 and result.metrics["trained_tokens"] == 47
     assert learner.evaluate_nll(text) < before
+    with pytest.raises(ValueError, match="more than one token"):
+        learner.update_nll([np.array([3])])
 
 
 def test_a_batch_without_variance_is_skipped_and_says_so(learner: LearnerGroup) -> None:

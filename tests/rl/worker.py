@@ -87,7 +87,7 @@ def keep(name: str, tensors: dict[str, torch.Tensor]) -> None:
 
 def train(name: str, policy: torch.nn.Module, stage: int, tokens: int, vocab: int) -> Any:
     # A large eps: Adam would blow rounding noise in gradients of almost 0 up to full steps.
-    own = learner(policy, stage, eps=1e-3)
+    own = learner(policy, stage, eps=1e-3, grad_clip=0.15, warmup_steps=5)
     results = [own.update([share(step, tokens, vocab)], LOSS) for step in range(3)]
     keep(name, state(own))
     return [dict(r.metrics) for r in results]
