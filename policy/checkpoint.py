@@ -130,10 +130,26 @@ def load_checkpoint(folder: str | Path, dtype: torch.dtype = torch.float32) -> C
     if stage.tokenizer_sha256 not in ("", digest):
         raise UserError(f"{folder}: tokenizer.json is not the one the policy was trained with "
                         f"(its digest differs from {STAGE_FILE})")
+    return Checkpoint(load_policy(folder, dtype), tokenizer, stage)
+
+
+def load_policy(folder: str | Path, dtype: torch.dtype = torch.float32) -> Policy:
+    """Only the policy of a folder; errors as `load_checkpoint`."""
+    folder = Path(folder)
     with torch.device("meta"):
-        policy = Policy(config)
+        policy = Policy(read_config(folder))
     policy.load_state_dict(_read_weights(folder, policy, dtype), assign=True)
-    return Checkpoint(policy.eval(), tokenizer, stage)
+    return policy.eval()
+
+
+def save_policy(folder: str | Path, policy: Policy) -> None:
+    """Config and weights alone, for tools that need no more; not atomic, an existing folder is
+    written into."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = _write_weights(folder, policy, policy.config)
+    _write_json(folder / "config.json", policy.config.to_dict() | {
+        "architectures": [ARCHITECTURE], "dtype": str(dtype).removeprefix("torch.")})
 
 
 def check_replaceable(folder: Path) -> None:

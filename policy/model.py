@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -256,6 +257,24 @@ class Policy(PreTrainedModel, GenerationMixin):
             if labels is not None:
                 out.loss = shifted_loss(out.logits, labels, packing, num_items_in_batch)
         return out
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override] - no hub, no pickle, no other options
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32
+    ) -> Policy:
+        """The policy of a checkpoint folder; parameters get ``dtype``, thresholds stay fp32."""
+        from .checkpoint import load_policy
+
+        return load_policy(pretrained_model_name_or_path, dtype)
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | os.PathLike[str], **_: Any
+    ) -> None:
+        """Write ``config.json`` and weights in the published layout; no tokenizer, no stages
+        (`checkpoint.save_checkpoint` writes a whole checkpoint)."""
+        from .checkpoint import save_policy
+
+        save_policy(save_directory, self)
 
     def routers(self) -> list[Router]:
         """The routers in layer order."""

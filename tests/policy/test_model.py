@@ -213,3 +213,15 @@ def test_builds_on_the_meta_device():
     with torch.device("meta"):
         policy = Policy(PolicyConfig.tiny())
     assert all(p.is_meta for p in policy.parameters())
+
+
+def test_pretrained_round_trip_keeps_every_bit(tmp_path):
+    torch.manual_seed(3)
+    policy = Policy(PolicyConfig.tiny(vocab_size=64, hidden_size=32))
+    for router in policy.routers():
+        router.e_score_correction_bias.normal_()
+    policy.save_pretrained(tmp_path)
+    again = Policy.from_pretrained(tmp_path)
+    before, after = policy.state_dict(), again.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) and before[k].dtype == after[k].dtype for k in before)
