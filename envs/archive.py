@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import deque
 from typing import Any, Literal
 
 from ..configs.errors import UserError
@@ -53,6 +54,8 @@ class Archive(ToolEnv):
         text: str = "stdlib",
         style: Literal["brief", "full"] = "brief",
         require_note: bool = True,
+        slots: int | None = None,
+        eager: float = 0.0,
     ) -> None:
         if style not in ("brief", "full"):
             raise UserError(f"archive-v0: style must be brief or full, got {style!r}")
@@ -65,11 +68,14 @@ class Archive(ToolEnv):
             ("sources", sources, 2),
             ("names", names, 4),
             ("min_sources", min_sources, 1),
+            ("slots", slots, 1),
         ):
             if value is not None and (not isinstance(value, int) or value < least):
                 raise UserError(
                     f"archive-v0: {field} must be an integer of at least {least}, got {value!r}"
                 )
+        if not 0 <= eager <= 1:
+            raise UserError(f"archive-v0: eager must lie in [0, 1], got {eager!r}")
         self.table = fact_table(
             text,
             sources=sources,
@@ -81,10 +87,11 @@ class Archive(ToolEnv):
         self.records_per_page = records_per_page
         self.style = style
         self.require_note = require_note
+        self.eager = eager
         self._key = 0
         self._names: list[str] = []  # this episode's names; the starred ones come first
         self._page = -1
-        self._notes: dict[str, str] = {}
+        self._notes: deque[tuple[str, str]] = deque(maxlen=slots)
         self._question: Fact | None = None
         self._set_pages(pages if pages is not None else 8)
         if tokens is not None:
@@ -119,11 +126,10 @@ class Archive(ToolEnv):
 
     @tool
     def note(self, name: str, source: str) -> Step:
-        """Write a fact down, then turn the page; a second note of a name replaces the first."""
+        """Write a fact down, then turn the page; a full notebook loses its oldest note."""
         if self._question is not None:
             return self.finish(0.0)
-        if name in self.table.facts:
-            self._notes[name] = source
+        self._notes.append((name, source))
         return self._turn()
 
     @tool
@@ -132,7 +138,7 @@ class Archive(ToolEnv):
         asked = self._question
         if asked is None or source != asked.source:
             return self.finish(0.0)
-        noted = self._notes.get(asked.name) == asked.source
+        noted = (asked.name, asked.source) in self._notes
         return self.finish(1.0 if noted or not self.require_note else 0.0)
 
     def on_invalid(self, action: str) -> Step:
@@ -142,9 +148,16 @@ class Archive(ToolEnv):
         if self._question is not None:
             action = f"answer {self._question.source}"
         else:
-            fact = self._starred(self._page) if self._page >= 0 else None
+            fact = self._worth_noting() if self._page >= 0 else None
             action = f"note {fact.name} {fact.source}" if fact else "next"
         return f" {action}" if self.style == "brief" else action
+
+    def _worth_noting(self) -> Fact | None:
+        """What the expert notes on this page: the starred fact, or eagerly the first one."""
+        starred, others = self.page(self._page)
+        if starred is None and self._rng("eager", self._page).random() < self.eager:
+            return others[0]
+        return starred
 
     # -- what an episode holds ---------------------------------------------------------------
 
@@ -204,7 +217,7 @@ class Archive(ToolEnv):
     def _open(self, key: int) -> None:
         self._key = key
         self._page = -1
-        self._notes = {}
+        self._notes.clear()
         self._question = None
         self._names = self._rng("names").sample(self.table.names, len(self.table.names))
 
