@@ -125,7 +125,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 _COMMANDS = {
-    "stage": _stage, "sft": _sft, "train": _train, "eval": _eval, "play": _play, "doctor": _doctor,
+    "stage": _stage,
+    "sft": _sft,
+    "train": _train,
+    "eval": _eval,
+    "play": _play,
+    "doctor": _doctor,
 }
 
 if __name__ == "__main__":

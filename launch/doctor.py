@@ -15,8 +15,17 @@ import torch
 from .cluster import GIB, cluster
 
 PACKAGES = (
-    "farhorizon", "torch", "triton", "ray", "deepspeed", "trl", "transformers", "tokenizers",
-    "gymnasium", "omegaconf", "numpy",
+    "farhorizon",
+    "torch",
+    "triton",
+    "ray",
+    "deepspeed",
+    "trl",
+    "transformers",
+    "tokenizers",
+    "gymnasium",
+    "omegaconf",
+    "numpy",
 )
 
 

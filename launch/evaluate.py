@@ -39,11 +39,18 @@ def evaluate(path: str, overrides: list[str]) -> int:
     check_context(checkpoint, context, config.allow_longer_context)
     check_first_prompt(env, context, load_tokenizer(checkpoint), config.seed)
     with cluster(config.ray_address):
-        pool = RolloutPool(str(checkpoint), env, config.rollout, context, config.seed,
-                           visible_context=config.visible_context)
+        pool = RolloutPool(
+            str(checkpoint),
+            env,
+            config.rollout,
+            context,
+            config.seed,
+            visible_context=config.visible_context,
+        )
         try:
-            result, groups = measure(pool, env, config.episodes, config.seed, str(checkpoint),
-                                     greedy=config.greedy)
+            result, groups = measure(
+                pool, env, config.episodes, config.seed, str(checkpoint), greedy=config.greedy
+            )
         finally:
             pool.close()
     file = _output(config, Path(path))
@@ -82,10 +89,15 @@ def summarise(groups: list[Group], episodes: int, seed: int, checkpoint: str) ->
     successes = sum(t.success for t in completed)
     low, high = wilson(successes, episodes)
     return Evaluation(
-        success=successes / episodes, ci_low=low, ci_high=high, episodes=episodes, errors=errors,
+        success=successes / episodes,
+        ci_low=low,
+        ci_high=high,
+        episodes=episodes,
+        errors=errors,
         turns_mean=sum(t.turns for t in completed) / len(completed),
         tokens_mean=sum(len(t.token_ids) for t in completed) / len(completed),
-        seed=seed, checkpoint=checkpoint,
+        seed=seed,
+        checkpoint=checkpoint,
     )
 
 
@@ -105,8 +117,14 @@ def _defaults(checkpoint: Path, path: Path, overrides: list[str]) -> EvalConfig:
     if run.env.plugins and not any(o.startswith("env.plugins=") for o in overrides):
         named = ",".join(run.env.plugins)
         raise UserError(f"{file} names code of its own; to run it, add env.plugins=[{named}]")
-    return EvalConfig(env=run.env, seed=run.seed, context=run.context, rollout=run.rollout,
-                      allow_longer_context=run.allow_longer_context, ray_address=run.ray_address)
+    return EvalConfig(
+        env=run.env,
+        seed=run.seed,
+        context=run.context,
+        rollout=run.rollout,
+        allow_longer_context=run.allow_longer_context,
+        ray_address=run.ray_address,
+    )
 
 
 def _output(config: EvalConfig, path: Path) -> Path:

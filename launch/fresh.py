@@ -38,9 +38,9 @@ def starting_checkpoint(config: StageConfig, folder: Path) -> Path:
         except UserError as error:
             names = ", ".join(sorted(path.stem for path in preset.parent.glob("*.json")))
             raise UserError(f"policy {error}; presets: {names}") from None
-    texts = list(sample_texts(
-        config.text, config.seed, max(TEXT_BYTES, BYTES_PER_TOKEN * config.vocab_size)
-    ))
+    texts = list(
+        sample_texts(config.text, config.seed, max(TEXT_BYTES, BYTES_PER_TOKEN * config.vocab_size))
+    )
     spoken = list(_spoken(config.env, config.seed)) if config.env is not None else []
     # Half of the room at most: a vocabulary of whole words alone would spell all other text.
     words = frequent_words(spoken, max(0, text_token_room(config.vocab_size) // 2))

@@ -36,8 +36,13 @@ def _play_policy(config: PlayConfig, task: Task) -> None:
     check_context(folder, context, config.allow_longer_context)
     check_first_prompt(config.env, context, checkpoint.tokenizer, config.seed)
     groups, _ = run_groups(
-        NativeGenerator(checkpoint.policy, config.seed), [task], 1,
-        lambda: make_config(config.env), ChatFormat(checkpoint.tokenizer), config.rollout, context,
+        NativeGenerator(checkpoint.policy, config.seed),
+        [task],
+        1,
+        lambda: make_config(config.env),
+        ChatFormat(checkpoint.tokenizer),
+        config.rollout,
+        context,
     )
     trajectory = groups[0].trajectories[0]
     print(f"{config.env.id}  task {task.id}  seed {task.seed}  policy {folder}")
@@ -80,6 +85,8 @@ def _print_turn(text: str, trained: bool) -> None:
 def _outcome(trajectory: Trajectory) -> str:
     trained = int(trajectory.loss_mask.sum())
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
-    text = (f"reward {reward}  success {trajectory.success}  turns {trajectory.turns}  "
-            f"stop {trajectory.stop}  tokens {len(trajectory.token_ids)} ({trained} trained)")
+    text = (
+        f"reward {reward}  success {trajectory.success}  turns {trajectory.turns}  "
+        f"stop {trajectory.stop}  tokens {len(trajectory.token_ids)} ({trained} trained)"
+    )
     return text if trajectory.error is None else f"{text}\n{trajectory.error}"

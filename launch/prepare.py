@@ -59,14 +59,24 @@ def prepare(config: TrainConfig) -> Run:
     check_context(checkpoint, config.context, config.allow_longer_context)
     check_first_prompt(config.env, config.context, tokenizer, config.seed)
     state = resumed.state if resumed else RunState(0, 0, "")
-    return Run(config, folder, checkpoint, resumed, tokenizer, read_stage(checkpoint), notes,
-               state.step, state.tasks)
+    return Run(
+        config,
+        folder,
+        checkpoint,
+        resumed,
+        tokenizer,
+        read_stage(checkpoint),
+        notes,
+        state.step,
+        state.tasks,
+    )
 
 
 def portable(env: EnvConfig) -> EnvConfig:
     """The same environment with absolute plug-in paths, for processes in other folders."""
-    plugins = [str(Path(p).expanduser().absolute()) if p.endswith(".py") else p
-               for p in env.plugins]
+    plugins = [
+        str(Path(p).expanduser().absolute()) if p.endswith(".py") else p for p in env.plugins
+    ]
     return replace(env, plugins=tuple(plugins))
 
 
@@ -116,8 +126,10 @@ def _find_resumable(config: TrainConfig, folder: Path, notes: list[str]) -> Foun
     complete, torn = checkpoints.scan(folder)
     if config.resume == "never":
         if complete:
-            raise UserError(f"output {folder} already holds a run and resume=never; "
-                            "choose another output or resume=auto")
+            raise UserError(
+                f"output {folder} already holds a run and resume=never; "
+                "choose another output or resume=auto"
+            )
         return None
     notes += [f"skipped incomplete checkpoint {path}" for path in torn]
     if not complete:
@@ -130,8 +142,9 @@ def _find_resumable(config: TrainConfig, folder: Path, notes: list[str]) -> Foun
         changed = _changes(before, config)
         for text in changed:
             if text.split(".")[0].split(":")[0] in IDENTITY:
-                raise UserError(f"output {folder} holds a run with another {text}; "
-                                "choose another output")
+                raise UserError(
+                    f"output {folder} holds a run with another {text}; choose another output"
+                )
         notes += [f"settings changed since the last run: {text}" for text in changed]
     return found
 
@@ -148,12 +161,25 @@ def _changes(before: Any, after: Any, key: str = "") -> list[str]:
 
 def _check_numbers(config: TrainConfig) -> None:
     minimum = {
-        "steps": 0, "context": 1, "groups_per_step": 1, "group_size": 2, "max_staleness": 0,
-        "eval_every": 0, "eval_episodes": 0, "save_every": 0, "keep": 1,
-        "rollout.actors": 1, "rollout.concurrency": 1, "rollout.max_turn_tokens": 1,
-        "rollout.max_turns": 1, "rollout.env_retries": 0,
-        "learner.ranks": 1, "learner.micro_batch_tokens": 1, "learner.minibatches": 1,
-        "sync.bucket_mb": 1, "sync.canary_tokens": 2,
+        "steps": 0,
+        "context": 1,
+        "groups_per_step": 1,
+        "group_size": 2,
+        "max_staleness": 0,
+        "eval_every": 0,
+        "eval_episodes": 0,
+        "save_every": 0,
+        "keep": 1,
+        "rollout.actors": 1,
+        "rollout.concurrency": 1,
+        "rollout.max_turn_tokens": 1,
+        "rollout.max_turns": 1,
+        "rollout.env_retries": 0,
+        "learner.ranks": 1,
+        "learner.micro_batch_tokens": 1,
+        "learner.minibatches": 1,
+        "sync.bucket_mb": 1,
+        "sync.canary_tokens": 2,
     }
     for key, least in minimum.items():
         value: Any = config

@@ -27,10 +27,13 @@ class Display:
         self._live: Progress | None = None
         if self._stream.isatty():
             self._live = Progress(
-                TextColumn("{task.fields[phase]:<9}"), BarColumn(bar_width=20),
+                TextColumn("{task.fields[phase]:<9}"),
+                BarColumn(bar_width=20),
                 TextColumn("{task.completed}/{task.total}  {task.fields[status]}"),
-                TimeElapsedColumn(), console=Console(file=self._stream),
-                refresh_per_second=2, transient=True,
+                TimeElapsedColumn(),
+                console=Console(file=self._stream),
+                refresh_per_second=2,
+                transient=True,
             )
             self._task = self._live.add_task(
                 "run", total=total, completed=done, phase="", status=""
@@ -74,9 +77,7 @@ class Display:
         self._step_seconds.append(seconds)
         recent = self._step_seconds[-8:]
         left = sum(recent) / len(recent) * (self.total - step)
-        status = (
-            f"{tokens_per_second:,.0f} tokens/s  success {success:.2f}  left {_minutes(left)}"
-        )
+        status = f"{tokens_per_second:,.0f} tokens/s  success {success:.2f}  left {_minutes(left)}"
         if self._live is not None:
             self._live.update(self._task, completed=step, status=status)
         self.line(f"step {step}/{self.total}  {seconds:.1f} s  {status}")

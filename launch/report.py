@@ -74,8 +74,13 @@ def draw_curve(
         below = [max(p.success - p.ci_low, 0.0) for p in heldout]
         above = [max(p.ci_high - p.success, 0.0) for p in heldout]
         axes.errorbar(
-            [p.step for p in heldout], [p.success for p in heldout], yerr=[below, above],
-            marker="o", capsize=4, color="tab:blue", label="held-out, 95 % Wilson interval",
+            [p.step for p in heldout],
+            [p.success for p in heldout],
+            yerr=[below, above],
+            marker="o",
+            capsize=4,
+            color="tab:blue",
+            label="held-out, 95 % Wilson interval",
         )
     axes.set(xlabel="update", ylabel="success rate", ylim=(-0.02, 1.02), title=title)
     axes.grid(alpha=0.3)
@@ -94,7 +99,8 @@ def curve_points(
     """Held-out points and training points of the rows of ``metrics.jsonl``."""
     heldout = [
         CurvePoint(r["step"], r["eval/success"], r["eval/ci_low"], r["eval/ci_high"])
-        for r in rows if "eval/success" in r
+        for r in rows
+        if "eval/success" in r
     ]
     training = [(r["step"], r["train/success"]) for r in rows if "train/success" in r]
     return heldout, training

@@ -40,17 +40,26 @@ def run_sft(config: SftConfig) -> Path:
     begin = time.perf_counter()
     demonstrations = collect(config, ChatFormat(start.tokenizer))
     lengths = [len(d.token_ids) for d in demonstrations]
-    print(f"sft: {len(lengths)} demonstrations of {min(lengths)} to {max(lengths)} tokens, "
-          f"{time.perf_counter() - begin:.1f} s", flush=True)
+    print(
+        f"sft: {len(lengths)} demonstrations of {min(lengths)} to {max(lengths)} tokens, "
+        f"{time.perf_counter() - begin:.1f} s",
+        flush=True,
+    )
     progress = _Progress(config.steps)
-    tokens = train_on_demonstrations(start.policy, start.tokenizer, demonstrations, config,
-                                     progress.step)
-    record = StageRecord(start.stage.context, start.stage.stages,
-                         start.stage.tokens_seen + tokens, tokenizer_sha256(start.tokenizer),
-                         str(parent))
+    tokens = train_on_demonstrations(
+        start.policy, start.tokenizer, demonstrations, config, progress.step
+    )
+    record = StageRecord(
+        start.stage.context,
+        start.stage.stages,
+        start.stage.tokens_seen + tokens,
+        tokenizer_sha256(start.tokenizer),
+        str(parent),
+    )
     save_checkpoint(output, start.policy, start.policy.config, start.tokenizer, record)
     (output / "metrics.jsonl").write_text(
-        "".join(json.dumps(asdict(step)) + "\n" for step in progress.steps), encoding="utf-8")
+        "".join(json.dumps(asdict(step)) + "\n" for step in progress.steps), encoding="utf-8"
+    )
     print(f"sft: {tokens} tokens; checkpoint {output}", flush=True)
     return output
 
@@ -77,8 +86,10 @@ def _check(config: SftConfig, parent: Path, output: Path) -> None:
         if getattr(config, key) < 1:
             raise UserError(f"{key}={getattr(config, key)} must be at least 1")
     if config.batch_tokens < config.context:
-        raise UserError(f"batch_tokens={config.batch_tokens} must hold one sequence of "
-                        f"context={config.context} tokens")
+        raise UserError(
+            f"batch_tokens={config.batch_tokens} must hold one sequence of "
+            f"context={config.context} tokens"
+        )
     if output.exists() and output.samefile(parent):
         raise UserError(f"output {output}: is the checkpoint to start from; choose another output")
     check_replaceable(output)
@@ -101,5 +112,8 @@ class _Progress:
             return
         self.printed = now
         rate = step.tokens / (now - self.begin)
-        print(f"sft step {step.step}/{self.total_steps}  loss {step.loss:.4f}  "
-              f"accuracy {step.accuracy:.3f}  {rate:,.0f} tokens/s", flush=True)
+        print(
+            f"sft step {step.step}/{self.total_steps}  loss {step.loss:.4f}  "
+            f"accuracy {step.accuracy:.3f}  {rate:,.0f} tokens/s",
+            flush=True,
+        )

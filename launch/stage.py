@@ -63,23 +63,34 @@ def run_stages(config: StageConfig) -> Path:
     start = starting_checkpoint(config, untrained)
     record = read_stage(start)
     if config.stages[0].context < record.context:
-        raise UserError(f"stages: the first context {config.stages[0].context} is shorter than "
-                        f"the {record.context} tokens that {start} was trained for")
+        raise UserError(
+            f"stages: the first context {config.stages[0].context} is shorter than "
+            f"the {record.context} tokens that {start} was trained for"
+        )
     chat = ChatFormat(load_tokenizer(start))
     fixed = _fixed_text(config, chat)
     recorder = StageRecorder(output, len(config.stages), sum(map(len, fixed)))
     with ExitStack() as stack:
         stack.enter_context(cluster(config.ray_address))
         learner = LearnerGroup(
-            str(start), replace(config.learner, lr=config.stages[0].lr), AlgorithmConfig(),
-            SyncConfig(), config.seed, temperature=1.0)
+            str(start),
+            replace(config.learner, lr=config.stages[0].lr),
+            AlgorithmConfig(),
+            SyncConfig(),
+            config.seed,
+            temperature=1.0,
+        )
         stack.callback(learner.close)
         run = _Run(config, learner, chat, fixed, recorder, record.tokens_seen)
         for index, stage in enumerate(config.stages):
             _train_stage(run, index)
             record = StageRecord(
-                stage.context, (*record.stages, stage.context), run.tokens,
-                record.tokenizer_sha256, None if start == untrained else str(start))
+                stage.context,
+                (*record.stages, stage.context),
+                run.tokens,
+                record.tokenizer_sha256,
+                None if start == untrained else str(start),
+            )
             start = output / "stages" / f"{len(record.stages)}-{stage.context}"
             learner.save_policy(start, record)
     shutil.rmtree(untrained, ignore_errors=True)
@@ -115,16 +126,30 @@ def _train_stage(run: _Run, index: int) -> None:
             seconds = time.perf_counter() - begin
             size = sum(len(piece) for piece in batch)
             run.tokens += size
-            recorder.step(StageStep(
-                index + 1, stage.context, step, stage.steps, run.tokens, metrics["loss"],
-                metrics["lr"], metrics["grad_norm"], metrics["expert_load_max"],
-                metrics["skipped_steps"], size / seconds))
+            recorder.step(
+                StageStep(
+                    index + 1,
+                    stage.context,
+                    step,
+                    stage.steps,
+                    run.tokens,
+                    metrics["loss"],
+                    metrics["lr"],
+                    metrics["grad_norm"],
+                    metrics["expert_load_max"],
+                    metrics["skipped_steps"],
+                    size / seconds,
+                )
+            )
             if index and step in (1, min(SETTLING_STEPS, stage.steps)):
                 after.append(run.measure(old_context))
     recorder.fixed_text(run.tokens, run.measure(stage.context))
     if index:
-        recorder.transition(Transition(
-            old_context, stage.context, at_switch, before, at_new_context, after[0], after[-1]))
+        recorder.transition(
+            Transition(
+                old_context, stage.context, at_switch, before, at_new_context, after[0], after[-1]
+            )
+        )
     recorder.write()
 
 
@@ -154,8 +179,9 @@ def _batches(run: _Run, index: int) -> Iterator[Iterator[list[np.ndarray]]]:
 
 
 @contextmanager
-def _corpus(config: StageConfig, index: int, chat: ChatFormat,
-            split: Split) -> Iterator[PackedCorpus]:
+def _corpus(
+    config: StageConfig, index: int, chat: ChatFormat, split: Split
+) -> Iterator[PackedCorpus]:
     """Text and episodes of one stage.
 
     Horizons of the stages before stay in the mixture: a policy that saw only the new one would
@@ -213,15 +239,22 @@ def _check(config: StageConfig, output: Path) -> None:
     for number, stage in enumerate(config.stages):
         for key, least in (("context", 2), ("steps", 1), ("batch_tokens", stage.context)):
             if getattr(stage, key) < least:
-                raise UserError(f"stages[{number}].{key}={getattr(stage, key)} must be at least "
-                                f"{least}" + (", one sequence" if key == "batch_tokens" else ""))
+                raise UserError(
+                    f"stages[{number}].{key}={getattr(stage, key)} must be at least "
+                    f"{least}" + (", one sequence" if key == "batch_tokens" else "")
+                )
         if number and stage.context < config.stages[number - 1].context:
-            raise UserError(f"stages[{number}].context={stage.context} is shorter than that of "
-                            "the stage before; contexts only grow")
+            raise UserError(
+                f"stages[{number}].context={stage.context} is shorter than that of "
+                "the stage before; contexts only grow"
+            )
     if not 0 <= config.episode_fraction <= 1:
         raise UserError(f"episode_fraction={config.episode_fraction} must be between 0 and 1")
     if (output / "stage.json").exists():
         raise UserError(f"output {output}: holds a finished checkpoint; choose another output")
-    if output.exists() and not (output / "stages").is_dir() and (
-            not output.is_dir() or any(output.iterdir())):
+    if (
+        output.exists()
+        and not (output / "stages").is_dir()
+        and (not output.is_dir() or any(output.iterdir()))
+    ):
         raise UserError(f"output {output}: exists and is no stage run; choose another output")

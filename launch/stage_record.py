@@ -99,7 +99,8 @@ class StageRecorder:
         print(
             f"stage {step.stage}/{self.stages}  context {step.context}  step {step.step}/"
             f"{step.steps}  loss {step.loss:.4f}  lr {step.lr:.1e}  "
-            f"{step.tokens_per_second:,.0f} tokens/s", flush=True,
+            f"{step.tokens_per_second:,.0f} tokens/s",
+            flush=True,
         )
 
     def fixed_text(self, tokens: int, loss: float) -> None:
@@ -138,7 +139,9 @@ class StageRecorder:
 
 
 def draw_stages(
-    path: Path, steps: Sequence[StageStep], measured: Sequence[tuple[int, float]],
+    path: Path,
+    steps: Sequence[StageStep],
+    measured: Sequence[tuple[int, float]],
     transitions: Sequence[Transition],
 ) -> None:
     """Loss over tokens: every training step, the fixed text, and the switches of context."""
@@ -148,15 +151,28 @@ def draw_stages(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
-    axes.plot([s.tokens for s in steps], [s.loss for s in steps], color="tab:gray", alpha=0.6,
-              linewidth=1, label="training batch")
-    axes.plot(*zip(*measured, strict=True), color="tab:blue", marker="o", linestyle="",
-              label="fixed text")
+    axes.plot(
+        [s.tokens for s in steps],
+        [s.loss for s in steps],
+        color="tab:gray",
+        alpha=0.6,
+        linewidth=1,
+        label="training batch",
+    )
+    axes.plot(
+        *zip(*measured, strict=True), color="tab:blue", marker="o", linestyle="", label="fixed text"
+    )
     low = min(s.loss for s in steps)
     for t in transitions:
         axes.axvline(t.tokens, color="tab:red", linestyle="--", linewidth=1)
-        axes.annotate(f"{t.from_context} \u2192 {t.to_context}\n{t.change:+.2%}", (t.tokens, low),
-                      xytext=(4, 0), textcoords="offset points", color="tab:red", fontsize=8)
+        axes.annotate(
+            f"{t.from_context} \u2192 {t.to_context}\n{t.change:+.2%}",
+            (t.tokens, low),
+            xytext=(4, 0),
+            textcoords="offset points",
+            color="tab:red",
+            fontsize=8,
+        )
     axes.set(xlabel="tokens", ylabel="loss (nats per token)", title="context stages")
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right")

@@ -48,8 +48,10 @@ def train(config: TrainConfig) -> int:
     for note in run.notes:
         print(note)
     if run.step >= run.config.steps:
-        print(f"{run.folder}: finished with {run.step} steps, 0 steps to do; steps=N goes further, "
-              f"farhorizon eval {run.folder} evaluates it")
+        print(
+            f"{run.folder}: finished with {run.step} steps, 0 steps to do; steps=N goes further, "
+            f"farhorizon eval {run.folder} evaluates it"
+        )
         return 0
     recorder = Recorder(run.folder, dump_config(run.config), run.step)
     with cluster(run.config.ray_address), ExitStack() as stack:
@@ -78,11 +80,18 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
     """Start the processes and give the rollout side the learner's weights, proven equal."""
     config = run.config
     with display.phase("start"):
-        pool = RolloutPool(str(run.checkpoint), config.env, config.rollout, config.context,
-                           config.seed)
+        pool = RolloutPool(
+            str(run.checkpoint), config.env, config.rollout, config.context, config.seed
+        )
         stack.callback(pool.close)
-        learner = LearnerGroup(str(run.checkpoint), config.learner, config.algorithm, config.sync,
-                               config.seed, config.rollout.temperature)
+        learner = LearnerGroup(
+            str(run.checkpoint),
+            config.learner,
+            config.algorithm,
+            config.sync,
+            config.seed,
+            config.rollout.temperature,
+        )
         stack.callback(learner.close)
         if run.resumed is not None:
             learner.load(run.resumed.folder / "state")
@@ -148,20 +157,23 @@ def _record(
         display.line(f"step {run.step}: update skipped, weights stay at version {result.version}")
     if stats.errors or stale:
         display.line(f"step {run.step}: {stats.errors} failed episodes, {stale} stale groups")
-    job.recorder.metrics(run.step, {
-        "train/success": success,
-        "train/reward": sum(rewards) / max(len(rewards), 1),
-        "train/groups": len(groups),
-        "train/groups_without_variance": len(groups) - varied,
-        "train/groups_stale": stale,
-        "train/tokens": tokens,
-        "train/tokens_per_second": tokens / max(total, 1e-9),
-        "train/version": result.version,
-        "train/update_skipped": int(result.skipped),
-        **{f"rollout/{name}": value for name, value in asdict(stats).items()},
-        **{f"learn/{name}": value for name, value in result.metrics.items()},
-        **{f"seconds/{name}": value for name, value in seconds.items()},
-    })
+    job.recorder.metrics(
+        run.step,
+        {
+            "train/success": success,
+            "train/reward": sum(rewards) / max(len(rewards), 1),
+            "train/groups": len(groups),
+            "train/groups_without_variance": len(groups) - varied,
+            "train/groups_stale": stale,
+            "train/tokens": tokens,
+            "train/tokens_per_second": tokens / max(total, 1e-9),
+            "train/version": result.version,
+            "train/update_skipped": int(result.skipped),
+            **{f"rollout/{name}": value for name, value in asdict(stats).items()},
+            **{f"learn/{name}": value for name, value in result.metrics.items()},
+            **{f"seconds/{name}": value for name, value in seconds.items()},
+        },
+    )
     job.recorder.rollouts(run.step, groups, run.tokenizer)
     job.recorder.curve()
     display.step(run.step, total, tokens / max(total, 1e-9), success)
@@ -174,10 +186,13 @@ def _evaluate(job: Job) -> Evaluation:
         result, groups = measure(job.pool, config.env, config.eval_episodes, config.seed, "")
     seconds = job.display.take_seconds()
     names = ("success", "ci_low", "ci_high", "episodes", "errors", "turns_mean", "tokens_mean")
-    job.recorder.metrics(run.step, {
-        **{f"eval/{name}": getattr(result, name) for name in names},
-        "seconds/evaluate": seconds["evaluate"],
-    })
+    job.recorder.metrics(
+        run.step,
+        {
+            **{f"eval/{name}": getattr(result, name) for name in names},
+            "seconds/evaluate": seconds["evaluate"],
+        },
+    )
     job.recorder.rollouts(run.step, groups, run.tokenizer, kind="heldout")
     job.recorder.curve(force=True)
     job.display.line(f"step {run.step}/{config.steps}  held-out success {result}")

@@ -39,7 +39,9 @@ class GatedMLA(nn.Module):
         super().__init__()
         hidden, self.num_heads = config.hidden_size, config.num_attention_heads
         self.nope, self.rope, self.value = (
-            config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
         )
         self.rank, self.scale = config.kv_lora_rank, (self.nope + self.rope) ** -0.5
 
@@ -63,7 +65,11 @@ class GatedMLA(nn.Module):
         self.o_proj = project(self.num_heads * self.value, hidden)
 
     def forward(
-        self, x: torch.Tensor, packing: Packing, state: LatentCache | None, past: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        packing: Packing,
+        state: LatentCache | None,
+        past: torch.Tensor | None,
     ) -> torch.Tensor:
         """``x [T, D]`` -> ``[T, D]``; with ``state`` the new latents are appended after the
         ``past`` [N] tokens of each sequence."""
@@ -111,7 +117,9 @@ class GatedMLA(nn.Module):
         absorbed = torch.einsum("thn,hnr->thr", q_nope, weight[:, : self.nope].to(q.dtype))
         query = packing.pad(torch.cat([absorbed, q_rope], -1))  # [N, L, H, rank + rope]
         count, longest = query.shape[:2]
-        scores = torch.bmm(query.flatten(1, 2), keys.transpose(1, 2)).view(count, longest, self.num_heads, length)
+        scores = torch.bmm(query.flatten(1, 2), keys.transpose(1, 2)).view(
+            count, longest, self.num_heads, length
+        )
         last = past[:, None] + torch.arange(longest, device=q.device)
         hidden = torch.arange(length, device=q.device) > last[..., None]  # [N, L, S]
         scores = (widen(scores) * self.scale).masked_fill_(hidden[:, :, None], -torch.inf)

@@ -39,10 +39,22 @@ ARCHITECTURE = "KimiLinearForCausalLM"
 
 # Without these a file would silently get the size of another policy.
 _REQUIRED_FIELDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "rms_norm_eps", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-    "num_experts", "num_experts_per_token", "moe_intermediate_size", "linear_attn_config",
-    "max_position_embeddings")
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "num_experts",
+    "num_experts_per_token",
+    "moe_intermediate_size",
+    "linear_attn_config",
+    "max_position_embeddings",
+)
 Weights = Policy | Mapping[str, Tensor] | Iterator[tuple[str, Tensor]]
 
 _FUSED = re.compile(r"(.+\.block_sparse_moe\.experts)\.(w[123])")
@@ -76,8 +88,13 @@ class Checkpoint:
     stage: StageRecord
 
 
-def save_checkpoint(folder: str | Path, weights: Weights, config: PolicyConfig,
-                    tokenizer: PreTrainedTokenizerFast, stage: StageRecord) -> Path:
+def save_checkpoint(
+    folder: str | Path,
+    weights: Weights,
+    config: PolicyConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    stage: StageRecord,
+) -> Path:
     """Write a checkpoint folder, replacing one of the same name; returns its path.
 
     ``weights`` are all parameters and persistent buffers under their names in memory, in their
@@ -93,10 +110,13 @@ def save_checkpoint(folder: str | Path, weights: Weights, config: PolicyConfig,
     dtype = _write_weights(temporary, weights, config)
     tokenizer.save_pretrained(temporary)
     fields = config.to_dict() | {
-        "architectures": [ARCHITECTURE], "dtype": str(dtype).removeprefix("torch."),
+        "architectures": [ARCHITECTURE],
+        "dtype": str(dtype).removeprefix("torch."),
         "max_position_embeddings": stage.context,
-        "bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.backend_tokenizer.token_to_id(END_OF_MESSAGE)}
+        "bos_token_id": tokenizer.bos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.backend_tokenizer.token_to_id(END_OF_MESSAGE),
+    }
     _write_json(temporary / "config.json", fields)
     _write_json(temporary / STAGE_FILE, asdict(stage))
     for file in temporary.iterdir():
@@ -124,12 +144,16 @@ def load_checkpoint(folder: str | Path, dtype: torch.dtype = torch.float32) -> C
     tokenizer = load_tokenizer(folder)
     stage = read_stage(folder)
     if len(tokenizer) > config.vocab_size:
-        raise UserError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, config.json says "
-                        f"vocab_size={config.vocab_size}")
+        raise UserError(
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens, config.json says "
+            f"vocab_size={config.vocab_size}"
+        )
     digest = tokenizer_sha256(tokenizer)
     if stage.tokenizer_sha256 not in ("", digest):
-        raise UserError(f"{folder}: tokenizer.json is not the one the policy was trained with "
-                        f"(its digest differs from {STAGE_FILE})")
+        raise UserError(
+            f"{folder}: tokenizer.json is not the one the policy was trained with "
+            f"(its digest differs from {STAGE_FILE})"
+        )
     return Checkpoint(load_policy(folder, dtype), tokenizer, stage)
 
 
@@ -148,14 +172,20 @@ def save_policy(folder: str | Path, policy: Policy) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = _write_weights(folder, policy, policy.config)
-    _write_json(folder / "config.json", policy.config.to_dict() | {
-        "architectures": [ARCHITECTURE], "dtype": str(dtype).removeprefix("torch.")})
+    _write_json(
+        folder / "config.json",
+        policy.config.to_dict()
+        | {"architectures": [ARCHITECTURE], "dtype": str(dtype).removeprefix("torch.")},
+    )
 
 
 def check_replaceable(folder: Path) -> None:
     """Refuse to put a checkpoint in the place of anything but a checkpoint."""
-    if folder.exists() and not (folder / "config.json").is_file() and (
-            not folder.is_dir() or any(folder.iterdir())):
+    if (
+        folder.exists()
+        and not (folder / "config.json").is_file()
+        and (not folder.is_dir() or any(folder.iterdir()))
+    ):
         raise UserError(f"output {folder}: exists and is no checkpoint; choose another output")
 
 
@@ -187,9 +217,13 @@ def read_stage(folder: str | Path) -> StageRecord:
     if missing:
         raise UserError(f"{file}: missing {_listed(sorted(missing))}")
     try:
-        return StageRecord(int(fields["context"]), tuple(int(c) for c in fields["stages"]),
-                           int(fields["tokens_seen"]), str(fields["tokenizer_sha256"]),
-                           fields["parent"])
+        return StageRecord(
+            int(fields["context"]),
+            tuple(int(c) for c in fields["stages"]),
+            int(fields["tokens_seen"]),
+            str(fields["tokenizer_sha256"]),
+            fields["parent"],
+        )
     except (TypeError, ValueError) as error:
         raise UserError(f"{file}: {_one_line(error)}") from None
 
@@ -198,9 +232,11 @@ def check_context(folder: str | Path, context: int, allow_longer: bool) -> None:
     """Refuse to run a checkpoint on more tokens than it was trained for."""
     trained = read_stage(folder).context
     if context > trained and not allow_longer:
-        raise UserError(f"context={context} is longer than the {trained} tokens that {folder} was "
-                        "trained for; lower it, train a longer stage, or, in train and eval, set "
-                        "allow_longer_context=true")
+        raise UserError(
+            f"context={context} is longer than the {trained} tokens that {folder} was "
+            "trained for; lower it, train a longer stage, or, in train and eval, set "
+            "allow_longer_context=true"
+        )
 
 
 def file_names(name: str, shape: Iterable[int]) -> list[str]:
@@ -224,8 +260,10 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig) -> torc
     dtype = torch.float32
     for name, tensor in pairs:
         if tensor.shape != expected.pop(name, None):
-            raise ValueError(f"checkpoint: {name} {list(tensor.shape)} is not a tensor of the "
-                             "policy, has another shape or comes twice")
+            raise ValueError(
+                f"checkpoint: {name} {list(tensor.shape)} is not a tensor of the "
+                "policy, has another shape or comes twice"
+            )
         if name.endswith("embed_tokens.weight"):
             dtype = tensor.dtype
         for stored, part in _stored(name, tensor, config):
@@ -285,15 +323,19 @@ def _read_weights(folder: Path, policy: Policy, dtype: torch.dtype) -> dict[str,
         missing = sorted(wanted - stored.keys())
         extra = sorted(name for name in stored.keys() - wanted if not name.startswith(_IGNORED))
         if missing or extra:
-            problems = [f"tensors {kind}: {_listed(found)}" for kind, found in
-                        (("missing", missing), ("unknown", extra)) if found]
+            problems = [
+                f"tensors {kind}: {_listed(found)}"
+                for kind, found in (("missing", missing), ("unknown", extra))
+                if found
+            ]
             raise UserError(f"{folder}: {'; '.join(problems)}")
         for name, parts in names.items():
             shape = expected[name].shape
             kind = torch.float32 if name.endswith(_THRESHOLD) else dtype
             target = torch.empty(shape, dtype=kind)
-            for part, place in zip(parts, target if len(parts) > 1 or _FUSED.fullmatch(name)
-                                   else [target], strict=True):
+            for part, place in zip(
+                parts, target if len(parts) > 1 or _FUSED.fullmatch(name) else [target], strict=True
+            ):
                 file, stored_name = stored[part]
                 try:
                     value = _unpadded(part, file.get_tensor(stored_name), place.shape)

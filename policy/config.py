@@ -70,7 +70,13 @@ class PolicyConfig(PretrainedConfig):
         linear = self.linear_attn_config
         if linear is None:
             raise ValueError("config.json: linear_attn_config is missing")
-        for name in ("num_heads", "head_dim", "short_conv_kernel_size", "kda_layers", "full_attn_layers"):
+        for name in (
+            "num_heads",
+            "head_dim",
+            "short_conv_kernel_size",
+            "kda_layers",
+            "full_attn_layers",
+        ):
             if name not in linear:
                 raise ValueError(f"config.json: linear_attn_config.{name} is missing")
         listed = sorted([*linear["kda_layers"], *linear["full_attn_layers"]])
@@ -126,16 +132,34 @@ class PolicyConfig(PretrainedConfig):
         hidden = overrides.get("hidden_size", 64)
         full = [i for i in range(1, layers + 1) if i % 4 == 0 or i == layers]
         fields: dict[str, Any] = dict(
-            vocab_size=512, hidden_size=hidden, intermediate_size=2 * hidden,
-            num_hidden_layers=layers, num_attention_heads=2, q_lora_rank=32, kv_lora_rank=32,
-            qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32, mla_use_output_gate=True,
-            num_experts=8, num_experts_per_token=2, moe_intermediate_size=hidden // 2,
-            routed_expert_hidden_size=hidden // 2, latent_moe_use_norm=True, hidden_act="situ",
-            attn_res_block_size=2, max_position_embeddings=1024, initializer_range=0.1,
+            vocab_size=512,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            q_lora_rank=32,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
+            mla_use_output_gate=True,
+            num_experts=8,
+            num_experts_per_token=2,
+            moe_intermediate_size=hidden // 2,
+            routed_expert_hidden_size=hidden // 2,
+            latent_moe_use_norm=True,
+            hidden_act="situ",
+            attn_res_block_size=2,
+            max_position_embeddings=1024,
+            initializer_range=0.1,
             mla_norm_eps=1e-5,
             linear_attn_config=dict(
-                num_heads=2, head_dim=32, short_conv_kernel_size=4, use_full_rank_gate=True,
-                gate_lower_bound=-5.0, full_attn_layers=full,
+                num_heads=2,
+                head_dim=32,
+                short_conv_kernel_size=4,
+                use_full_rank_gate=True,
+                gate_lower_bound=-5.0,
+                full_attn_layers=full,
                 kda_layers=[i for i in range(1, layers + 1) if i not in full],
             ),
         )

@@ -40,11 +40,13 @@ class Demonstrator(Protocol):
 
     success_threshold: ClassVar[float]
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None
-              ) -> tuple[Sequence[Message], dict[str, Any]]: ...
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Sequence[Message], dict[str, Any]]: ...
 
-    def step(self, action: str, /
-             ) -> tuple[Sequence[Message], float, bool, bool, dict[str, Any]]: ...
+    def step(
+        self, action: str, /
+    ) -> tuple[Sequence[Message], float, bool, bool, dict[str, Any]]: ...
 
     def expert(self) -> str: ...
 
@@ -70,12 +72,15 @@ def expert_messages(env: Demonstrator, seed: int) -> Iterator[Message]:
         total += float(reward)
         done = terminated or truncated
     if total < env.success_threshold:
-        raise UserError(f"env: its expert fails on seed {seed} (reward {total:g}, success needs "
-                        f"{env.success_threshold:g}); demonstrations must be correct")
+        raise UserError(
+            f"env: its expert fails on seed {seed} (reward {total:g}, success needs "
+            f"{env.success_threshold:g}); demonstrations must be correct"
+        )
 
 
-def demonstration(env: Demonstrator, seed: int, chat: ChatFormat,
-                  max_tokens: int | None = None) -> Demonstration:
+def demonstration(
+    env: Demonstrator, seed: int, chat: ChatFormat, max_tokens: int | None = None
+) -> Demonstration:
     """The expert's episode for ``seed``, token for token what a rollout of it would be.
 
     Raises `UserError` when it grows beyond ``max_tokens``.
@@ -89,8 +94,10 @@ def demonstration(env: Demonstrator, seed: int, chat: ChatFormat,
         token_ids += rendered
         mask += [False] * given + [True] * (len(rendered) - given)
         if max_tokens is not None and len(token_ids) > max_tokens:
-            raise UserError(f"env: the demonstration of seed {seed} is longer than the context of "
-                            f"{max_tokens} tokens; shorten the episode through env.kwargs")
+            raise UserError(
+                f"env: the demonstration of seed {seed} is longer than the context of "
+                f"{max_tokens} tokens; shorten the episode through env.kwargs"
+            )
     return Demonstration(np.asarray(token_ids, np.int32), np.asarray(mask, np.bool_))
 
 
@@ -111,8 +118,7 @@ class TextCorpus:
     ones are left out.
     """
 
-    def __init__(self, folder: str, tokenizer: PreTrainedTokenizerFast,
-                 split: Split) -> None:
+    def __init__(self, folder: str, tokenizer: PreTrainedTokenizerFast, split: Split) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._end = control_id(tokenizer, END_OF_DOCUMENT)
         self._spans = _split(text_files(folder), split)
@@ -182,8 +188,9 @@ class PackedCorpus:
             left = context
             while left > 0:
                 size = len(waiting)
-                if 0 < size <= left and (from_episodes + rounding * size
-                                         <= self.episode_fraction * (total + size)):
+                if 0 < size <= left and (
+                    from_episodes + rounding * size <= self.episode_fraction * (total + size)
+                ):
                     piece, waiting = waiting, self._next_episode(rng, context)
                     from_episodes += size
                 else:
@@ -198,15 +205,20 @@ class PackedCorpus:
             return np.zeros(0, np.int32)
         episode = self.episode(int(rng.integers(2**31)))
         if len(episode) > context:
-            raise UserError(f"env: an episode has {len(episode)} tokens, more than the context of "
-                            f"{context} of this stage; shorten it through env.kwargs")
+            raise UserError(
+                f"env: an episode has {len(episode)} tokens, more than the context of "
+                f"{context} of this stage; shorten it through env.kwargs"
+            )
         return episode
 
 
 def cut(pieces: Sequence[np.ndarray], context: int) -> list[np.ndarray]:
     """The same tokens in pieces of at most ``context``."""
-    return [piece[start:start + context] for piece in pieces
-            for start in range(0, len(piece), context)]
+    return [
+        piece[start : start + context]
+        for piece in pieces
+        for start in range(0, len(piece), context)
+    ]
 
 
 def text_files(folder: str) -> list[Path]:
@@ -218,10 +230,14 @@ def text_files(folder: str) -> list[Path]:
     skipped = _SKIPPED_FOLDERS | (_SKIPPED_STDLIB if stdlib else set())
     files: list[Path] = []
     for path, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders
-                            if name not in skipped and not name.startswith("."))
-        files += [Path(path, name) for name in sorted(names)
-                  if not name.startswith(".") and (name.endswith(".py") or not stdlib)]
+        folders[:] = sorted(
+            name for name in folders if name not in skipped and not name.startswith(".")
+        )
+        files += [
+            Path(path, name)
+            for name in sorted(names)
+            if not name.startswith(".") and (name.endswith(".py") or not stdlib)
+        ]
     files = [file for file in files if _is_text(file)]
     if not files:
         raise UserError(f"text: no text files below {folder}")
@@ -248,9 +264,10 @@ def _split(files: list[Path], split: Split) -> list[_Span]:
         path, size = spans[0].path, spans[0].end
         border = size - max(1, size // 10)
         return [_Span(path, border, size) if split == "heldout" else _Span(path, 0, border)]
-    by_digest = sorted(spans, key=lambda span: hashlib.blake2b(
-        "/".join(span.path.parts[-2:]).encode()).digest())
-    held_out = set(by_digest[:max(1, len(spans) // _HELD_OUT_SHARE)])
+    by_digest = sorted(
+        spans, key=lambda span: hashlib.blake2b("/".join(span.path.parts[-2:]).encode()).digest()
+    )
+    held_out = set(by_digest[: max(1, len(spans) // _HELD_OUT_SHARE)])
     return [span for span in spans if (span in held_out) == (split == "heldout")]
 
 

@@ -61,7 +61,10 @@ class KimiDeltaAttention(nn.Module):
         if self.full_rank_gate:
             self.g_proj = project(hidden, inner)
         else:
-            self.g_a_proj, self.g_b_proj = project(hidden, self.head_dim), project(self.head_dim, inner)
+            self.g_a_proj, self.g_b_proj = (
+                project(hidden, self.head_dim),
+                project(self.head_dim, inner),
+            )
         self.A_log = nn.Parameter(torch.zeros(self.num_heads))
         self.dt_bias = nn.Parameter(torch.zeros(inner))
         self.o_norm = HeadNorm(self.head_dim, config.rms_norm_eps)
@@ -75,15 +78,13 @@ class KimiDeltaAttention(nn.Module):
             self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
             self.A_log.zero_()
 
-    def forward(
-        self, x: torch.Tensor, packing: Packing, state: KdaState | None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, packing: Packing, state: KdaState | None) -> torch.Tensor:
         """``x [T, D]`` normed input -> ``[T, D]``; continues and updates ``state`` in place."""
         tokens = len(x)
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        kernel = torch.cat(
-            [self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]
-        )[:, 0].to(qkv.dtype)
+        kernel = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])[
+            :, 0
+        ].to(qkv.dtype)
         mixed, tail = short_conv(qkv, kernel, packing, None if state is None else state.conv)
         single = state is not None and packing.longest == 1
         shape = (tokens, 1) if single else (1, tokens)
@@ -92,16 +93,27 @@ class KimiDeltaAttention(nn.Module):
         beta = self.b_proj(x).view(*shape, self.num_heads)
         bounds = None if single else torch.tensor(packing.bounds)
         out, final = (recurrent_kda if single else chunk_kda)(
-            q, k, v, z, beta, A_log=self.A_log, dt_bias=self.dt_bias,
+            q,
+            k,
+            v,
+            z,
+            beta,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
             initial_state=None if state is None else state.recurrent,
-            output_final_state=state is not None, use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-            lower_bound=self.lower_bound, cu_seqlens=bounds,
+            output_final_state=state is not None,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            lower_bound=self.lower_bound,
+            cu_seqlens=bounds,
         )
         if state is not None and final is not None:
             state.recurrent, state.conv = final, tail
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        normed = self.o_norm(out.view(tokens, self.num_heads, -1), gate.view(tokens, self.num_heads, -1))
+        normed = self.o_norm(
+            out.view(tokens, self.num_heads, -1), gate.view(tokens, self.num_heads, -1)
+        )
         return self.o_proj(normed.flatten(1))
 
 
@@ -133,6 +145,8 @@ def short_conv(
     out = window[:length] * kernel[:, 0]
     for i in range(1, history + 1):
         out = torch.addcmul(out, window[i : i + length], kernel[:, i])
-    ends = torch.tensor(packing.bounds[1:], device=x.device) + history * torch.arange(count, device=x.device)
+    ends = torch.tensor(packing.bounds[1:], device=x.device) + history * torch.arange(
+        count, device=x.device
+    )
     last = ends[:, None] + torch.arange(history, device=x.device)
     return out.index_select(0, place - history), window[last]

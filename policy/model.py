@@ -77,8 +77,10 @@ class DecoderLayer(nn.Module):
             return blocks, partial + self._feed(partial)
         if blocks:
             mixed = mix(
-                [*blocks, partial], self.self_attention_res_proj.weight,
-                self.self_attention_res_norm.weight, self.eps,
+                [*blocks, partial],
+                self.self_attention_res_proj.weight,
+                self.self_attention_res_norm.weight,
+                self.eps,
             )
         else:
             mixed = partial
@@ -87,7 +89,9 @@ class DecoderLayer(nn.Module):
             blocks = (*blocks, partial)
         attended = self._attend(mixed, packing, state)
         partial = attended if boundary else partial + attended
-        mixed = mix([*blocks, partial], self.mlp_res_proj.weight, self.mlp_res_norm.weight, self.eps)
+        mixed = mix(
+            [*blocks, partial], self.mlp_res_proj.weight, self.mlp_res_norm.weight, self.eps
+        )
         return blocks, partial + self._feed(mixed)
 
     def _attend(self, x: torch.Tensor, packing: Packing, state: DecodeState | None) -> torch.Tensor:
@@ -108,7 +112,9 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.eps = config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention_residuals = config.attn_res_block_size is not None
         if self.attention_residuals:
@@ -145,8 +151,10 @@ class PolicyModel(nn.Module):
             blocks, partial = layer(blocks, partial, packing, state)
         if self.attention_residuals:
             partial = mix(
-                [*blocks, partial], self.output_attn_res_proj.weight,
-                self.output_attn_res_norm.weight, self.eps,
+                [*blocks, partial],
+                self.output_attn_res_proj.weight,
+                self.output_attn_res_norm.weight,
+                self.eps,
             )
         return self.norm(partial)
 
@@ -241,7 +249,9 @@ class Policy(PreTrainedModel, GenerationMixin):
         bounds = sequence_edges(input_ids, cu_seqlens, cu_seq_lens_q, position_ids, attention_mask)
         packing = Packing.of(bounds, input_ids.device)
         if state is not None and state.num_sequences != packing.num_sequences:
-            raise ValueError(f"state holds {state.num_sequences} sequences, input {packing.num_sequences}")
+            raise ValueError(
+                f"state holds {state.num_sequences} sequences, input {packing.num_sequences}"
+            )
         hidden = self.model(input_ids.flatten(), packing, state)
         if state is not None:
             lengths = torch.tensor(bounds, device=state.lengths.device)
@@ -260,7 +270,10 @@ class Policy(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(  # type: ignore[override] - no hub, no pickle, no other options
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> Policy:
         """The policy of a checkpoint folder; parameters get ``dtype``, thresholds stay fp32."""
         from .checkpoint import load_policy
@@ -324,7 +337,11 @@ def sequence_edges(
 ) -> tuple[int, ...]:
     """Where sequences start and end in the flattened tokens; ValueError on left padding."""
     batch, length = input_ids.shape
-    if attention_mask is not None and attention_mask.dim() == 2 and bool((attention_mask[:, 0] == 0).any()):
+    if (
+        attention_mask is not None
+        and attention_mask.dim() == 2
+        and bool((attention_mask[:, 0] == 0).any())
+    ):
         raise ValueError("attention_mask hides the first token: left padding is not supported")
     edges = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
     if edges is not None:

@@ -60,6 +60,9 @@ def _packing(bounds: tuple[int, ...], device: torch.device) -> Packing:
     row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     offset = torch.arange(bounds[-1]) - edges[:-1][row]
     return Packing(
-        bounds, row.to(device), offset.to(device), int(lengths.max()),
+        bounds,
+        row.to(device),
+        offset.to(device),
+        int(lengths.max()),
         bool((lengths == lengths[0]).all()),
     )

@@ -27,9 +27,7 @@ class KdaState:
 
     @staticmethod
     def cat(parts: Sequence[KdaState]) -> KdaState:
-        return KdaState(
-            torch.cat([p.recurrent for p in parts]), torch.cat([p.conv for p in parts])
-        )
+        return KdaState(torch.cat([p.recurrent for p in parts]), torch.cat([p.conv for p in parts]))
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.recurrent, self.conv]
@@ -94,11 +92,17 @@ class DecodeState:
         for i in range(config.num_hidden_layers):
             if config.is_mla(i):
                 size = config.kv_lora_rank + config.qk_rope_head_dim
-                layers.append(LatentCache(torch.zeros(num_sequences, 0, size, device=device, dtype=dtype)))
+                layers.append(
+                    LatentCache(torch.zeros(num_sequences, 0, size, device=device, dtype=dtype))
+                )
             else:
-                recurrent = torch.zeros(num_sequences, heads, width, width, device=device, dtype=wide)
+                recurrent = torch.zeros(
+                    num_sequences, heads, width, width, device=device, dtype=wide
+                )
                 tail = linear["short_conv_kernel_size"] - 1
-                conv = torch.zeros(num_sequences, tail, 3 * heads * width, device=device, dtype=dtype)
+                conv = torch.zeros(
+                    num_sequences, tail, 3 * heads * width, device=device, dtype=dtype
+                )
                 layers.append(KdaState(recurrent, conv))
         return cls(layers, torch.zeros(num_sequences, dtype=torch.long, device=device))
 

@@ -29,16 +29,26 @@ END_OF_DOCUMENT = "[EOS]"
 END_OF_MESSAGE = "<|end_of_msg|>"
 OPEN = "<|open|>"
 SEPARATOR = "<|sep|>"
-SPECIAL_TOKENS = ("[BOS]", END_OF_DOCUMENT, END_OF_MESSAGE, OPEN, "<|close|>", SEPARATOR, "[EOT]",
-                  "[UNK]", "[PAD]")
+SPECIAL_TOKENS = (
+    "[BOS]",
+    END_OF_DOCUMENT,
+    END_OF_MESSAGE,
+    OPEN,
+    "<|close|>",
+    SEPARATOR,
+    "[EOT]",
+    "[UNK]",
+    "[PAD]",
+)
 ROLES: tuple[str, ...] = get_args(Role)
 
 # An identifier is one piece, with the space before it: " load_module".
 _PIECES = r" ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+"
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int,
-                    words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, words: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE with exactly ``vocab_size`` tokens, control tokens included.
 
     Each of ``words`` (for example ``" loads"``) and each role name becomes a single token. The
@@ -51,8 +61,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int,
     vocab = {token: index for index, token in enumerate(dict.fromkeys([*alphabet, *whole]))}
     room = vocab_size - len(vocab) - len(SPECIAL_TOKENS)
     if room < 0:
-        raise UserError(f"vocab_size={vocab_size} is too small: 256 bytes, {len(SPECIAL_TOKENS)} "
-                        f"control tokens and {len(whole)} whole words need {vocab_size - room}")
+        raise UserError(
+            f"vocab_size={vocab_size} is too small: 256 bytes, {len(SPECIAL_TOKENS)} "
+            f"control tokens and {len(whole)} whole words need {vocab_size - room}"
+        )
     merges: list[tuple[str, str]] = []
     # The learned merges may repeat whole words, hence the margin.
     for left, right in _learn_merges(texts, len(alphabet) + room + len(whole), pre_tokenizer):
@@ -79,8 +91,7 @@ def frequent_words(texts: Iterable[str], count: int) -> list[str]:
     pre_tokenizer = _pre_tokenizer()
     counts: Counter[str] = Counter()
     for text in texts:
-        counts.update(text[start:end] for _, (start, end) in
-                      pre_tokenizer.pre_tokenize_str(text))
+        counts.update(text[start:end] for _, (start, end) in pre_tokenizer.pre_tokenize_str(text))
     ranked = sorted(counts, key=lambda word: (-counts[word], word))
     return [word for word in ranked if len(word.encode()) > 1][:count]
 
@@ -96,8 +107,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
         raise UserError(f"{folder / 'tokenizer.json'}: not a tokenizer file ({error})") from None
     missing = [token for token in SPECIAL_TOKENS if backend.token_to_id(token) is None]
     if missing:
-        raise UserError(f"{folder / 'tokenizer.json'}: control tokens missing: "
-                        f"{', '.join(missing)}")
+        raise UserError(
+            f"{folder / 'tokenizer.json'}: control tokens missing: {', '.join(missing)}"
+        )
     return _wrap(backend)
 
 
@@ -128,7 +140,8 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._open, self._separator, self._end = (
-            control_id(tokenizer, token) for token in (OPEN, SEPARATOR, END_OF_MESSAGE))
+            control_id(tokenizer, token) for token in (OPEN, SEPARATOR, END_OF_MESSAGE)
+        )
         self._prompt = [self._open, *self._encode("assistant"), self._separator]
 
     @property
@@ -142,8 +155,13 @@ class ChatFormat:
 
     def render(self, message: Message) -> list[int]:
         """One message, from its opening token to its end token."""
-        return [self._open, *self._encode(message.role), self._separator,
-                *self._encode(message.content), self._end]
+        return [
+            self._open,
+            *self._encode(message.role),
+            self._separator,
+            *self._encode(message.content),
+            self._end,
+        ]
 
     def render_reply(self, messages: Iterable[Message]) -> list[int]:
         """Several messages in order."""
@@ -151,8 +169,7 @@ class ChatFormat:
 
     def text(self, sampled_ids: Sequence[int]) -> str:
         """What the policy said, control tokens dropped."""
-        return self._backend.decode([int(token) for token in sampled_ids],
-                                    skip_special_tokens=True)
+        return self._backend.decode([int(token) for token in sampled_ids], skip_special_tokens=True)
 
     def _encode(self, text: str) -> list[int]:
         # Set on every call: calling the wrapping tokenizer can change this switch of the backend.
@@ -161,35 +178,50 @@ class ChatFormat:
 
 
 def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([  # pyright: ignore[reportReturnType]
-        pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    return pre_tokenizers.Sequence(
+        [  # pyright: ignore[reportReturnType]
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
 
 
 def _piece(pre_tokenizer: pre_tokenizers.PreTokenizer, word: str) -> str:
     """``word`` in the byte alphabet; it must be what the splitter gives as one piece."""
     pieces = pre_tokenizer.pre_tokenize_str(word)
     if len(pieces) != 1:
-        raise UserError(f"words: {word!r} cannot be a single token, it is split into "
-                        f"{len(pieces)} pieces (letters, digits and signs never share a token)")
+        raise UserError(
+            f"words: {word!r} cannot be a single token, it is split into "
+            f"{len(pieces)} pieces (letters, digits and signs never share a token)"
+        )
     return pieces[0][0]
 
 
-def _learn_merges(texts: Iterable[str], size: int,
-                  pre_tokenizer: pre_tokenizers.PreTokenizer) -> list[tuple[str, str]]:
+def _learn_merges(
+    texts: Iterable[str], size: int, pre_tokenizer: pre_tokenizers.PreTokenizer
+) -> list[tuple[str, str]]:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
-    trainer = BpeTrainer(vocab_size=size, show_progress=False, min_frequency=2,
-                         initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = BpeTrainer(
+        vocab_size=size,
+        show_progress=False,
+        min_frequency=2,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return [(left, right) for left, right in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
 def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="[BOS]", eos_token=END_OF_DOCUMENT, unk_token="[UNK]",
-        pad_token="[PAD]", padding_side="right", clean_up_tokenization_spaces=False,
-        split_special_tokens=True)
+        tokenizer_object=backend,
+        bos_token="[BOS]",
+        eos_token=END_OF_DOCUMENT,
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        padding_side="right",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+    )
     tokenizer.backend_tokenizer.encode_special_tokens = True
     return tokenizer

@@ -34,8 +34,15 @@ class RolloutActor:
     A Ray actor with two threads: ``run`` has one, the update calls share the other.
     """
 
-    def __init__(self, checkpoint: str, env: EnvConfig, rollout: RolloutConfig, context: int,
-                 seed: int, visible_context: int | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: str,
+        env: EnvConfig,
+        rollout: RolloutConfig,
+        context: int,
+        seed: int,
+        visible_context: int | None = None,
+    ) -> None:
         self._checkpoint, self._env, self._config = checkpoint, env, rollout
         self._context, self._seed, self._visible = context, seed, visible_context
 
@@ -62,12 +69,22 @@ class RolloutActor:
         """The process id, as a sign of life."""
         return os.getpid()
 
-    def run(self, tasks: Sequence[Task], group_size: int,
-            greedy: bool = False) -> tuple[list[Group], RolloutStats]:
+    def run(
+        self, tasks: Sequence[Task], group_size: int, greedy: bool = False
+    ) -> tuple[list[Group], RolloutStats]:
         """Play a group of episodes per task; greedy groups are for evaluation only."""
         config = replace(self._config, temperature=0.0) if greedy else self._config
-        return run_groups(self._generator, tasks, group_size, lambda: make_config(self._env),
-                          self._chat, config, self._context, self._visible, self._calls)
+        return run_groups(
+            self._generator,
+            tasks,
+            group_size,
+            lambda: make_config(self._env),
+            self._chat,
+            config,
+            self._context,
+            self._visible,
+            self._calls,
+        )
 
     @ray.method(concurrency_group="sync")
     def begin_update(self, publication: Publication) -> None:
@@ -100,13 +117,24 @@ class RolloutPool:
     the actor, without Ray's wrapping.
     """
 
-    def __init__(self, checkpoint: str, env: EnvConfig, rollout: RolloutConfig, context: int,
-                 seed: int, visible_context: int | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: str,
+        env: EnvConfig,
+        rollout: RolloutConfig,
+        context: int,
+        seed: int,
+        visible_context: int | None = None,
+    ) -> None:
         self._max_error_fraction = rollout.max_error_fraction
         threads = {"OMP_NUM_THREADS": str(rollout.threads)} if rollout.threads > 0 else {}
         actor: Any = ray.remote(  # type: ignore[call-overload]
-            num_cpus=_ACTOR_CPUS, num_gpus=rollout.gpus, concurrency_groups={"sync": 1},
-            scheduling_strategy="SPREAD", runtime_env={"env_vars": threads})(RolloutActor)
+            num_cpus=_ACTOR_CPUS,
+            num_gpus=rollout.gpus,
+            concurrency_groups={"sync": 1},
+            scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": threads},
+        )(RolloutActor)
         arguments = (checkpoint, resolve_plugins(env), rollout, context, seed, visible_context)
         self.actors: list[Any] = [actor.remote(*arguments) for _ in range(rollout.actors)]
         self.version: PolicyVersion | None = None  # None: as in the checkpoint
@@ -116,12 +144,16 @@ class RolloutPool:
             self.close()
             raise
 
-    def submit(self, tasks: Sequence[Task], group_size: int,
-               greedy: bool = False) -> list[ray.ObjectRef]:
+    def submit(
+        self, tasks: Sequence[Task], group_size: int, greedy: bool = False
+    ) -> list[ray.ObjectRef]:
         """Start episodes, tasks dealt out in turn; an actor plays its submissions in order."""
         count = len(self.actors)
-        return [actor.run.remote(list(tasks[i::count]), group_size, greedy)
-                for i, actor in enumerate(self.actors) if i < len(tasks)]
+        return [
+            actor.run.remote(list(tasks[i::count]), group_size, greedy)
+            for i, actor in enumerate(self.actors)
+            if i < len(tasks)
+        ]
 
     def collect(self, refs: Sequence[ray.ObjectRef]) -> tuple[list[Group], RolloutStats]:
         """Wait for one submission; its groups in the order of the tasks.
@@ -159,9 +191,11 @@ def check_errors(groups: Sequence[Group], stats: RolloutStats, limit: float) -> 
     """UserError when a larger share than ``limit`` of the episodes ended in an error."""
     if stats.errors > limit * stats.episodes:
         errors = (t.error for g in groups for t in g.trajectories if t.error is not None)
-        raise UserError(f"{stats.errors} of {stats.episodes} episodes failed, more than "
-                        f"rollout.max_error_fraction={limit}; the first with "
-                        f"{next(errors, 'no text').splitlines()[0]}")
+        raise UserError(
+            f"{stats.errors} of {stats.episodes} episodes failed, more than "
+            f"rollout.max_error_fraction={limit}; the first with "
+            f"{next(errors, 'no text').splitlines()[0]}"
+        )
 
 
 def _get(refs: list[ray.ObjectRef]) -> list[Any]:

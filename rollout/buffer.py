@@ -46,6 +46,10 @@ class GroupBuffer:
 
 def oldest_version(group: Group) -> int | None:
     """The oldest weight version that sampled a token of the group; None if nothing was sampled."""
-    versions = [int(s.versions.min()) for t in group.trajectories for s in t.segments
-                if s.sampled and len(s.versions)]
+    versions = [
+        int(s.versions.min())
+        for t in group.trajectories
+        for s in t.segments
+        if s.sampled and len(s.versions)
+    ]
     return min(versions, default=None)

@@ -60,7 +60,8 @@ class RolloutStats:
         """The statistics of several actors that worked side by side."""
         parts = list(parts)
         total: dict[str, Any] = {
-            f.name: sum(getattr(p, f.name) for p in parts) for f in fields(RolloutStats)}
+            f.name: sum(getattr(p, f.name) for p in parts) for f in fields(RolloutStats)
+        }
         total["seconds"] = max((p.seconds for p in parts), default=0.0)
         return RolloutStats(**total)
 
@@ -128,9 +129,17 @@ class _Wave:
 
 
 class _Run:
-    def __init__(self, generator: Generator, group_size: int,
-                 env_factory: Callable[[], MessageEnv], chat: Chat, config: RolloutConfig,
-                 context: int, visible_context: int | None, calls: EnvCalls) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        group_size: int,
+        env_factory: Callable[[], MessageEnv],
+        chat: Chat,
+        config: RolloutConfig,
+        context: int,
+        visible_context: int | None,
+        calls: EnvCalls,
+    ) -> None:
         self.generator, self.chat, self.config = generator, chat, config
         self.group_size, self.env_factory = group_size, env_factory
         self.context, self.visible = context, visible_context
@@ -161,8 +170,10 @@ class _Run:
             raise
         self.calls.drain()
         self.env_seconds += self.calls.seconds
-        groups = [Group(task.id, tuple(sorted(self.finished[task.id], key=lambda t: t.sibling)))
-                  for task in tasks]
+        groups = [
+            Group(task.id, tuple(sorted(self.finished[task.id], key=lambda t: t.sibling)))
+            for task in tasks
+        ]
         return groups, self._stats(groups, before, time.perf_counter() - start)
 
     def _admit(self, waiting: list[tuple[Task, int]]) -> None:
@@ -181,8 +192,11 @@ class _Run:
 
     def _start(self, episode: _Episode, wave: _Wave) -> None:
         self.live.add(episode)
-        self.calls.submit((partial(self._on_reset, wave), episode), "reset",
-                          partial(_build, self.env_factory, episode.task))
+        self.calls.submit(
+            (partial(self._on_reset, wave), episode),
+            "reset",
+            partial(_build, self.env_factory, episode.task),
+        )
 
     def _on_reset(self, wave: _Wave, episode: _Episode, outcome: Outcome) -> None:
         wave.waiting -= 1
@@ -192,8 +206,10 @@ class _Run:
             episode.env, messages = outcome.value
             ids = [*self.chat.render_reply(messages), *self.chat.prompt()]
             if len(ids) > self.context:
-                raise UserError(f"context={self.context} is smaller than the first prompt of task "
-                                f"{episode.task.id} ({len(ids)} tokens); raise context")
+                raise UserError(
+                    f"context={self.context} is smaller than the first prompt of task "
+                    f"{episode.task.id} ({len(ids)} tokens); raise context"
+                )
             episode.append(ids)
             wave.ready.append(episode)
         if wave.waiting == 0:
@@ -211,9 +227,10 @@ class _Run:
         for same in by_prompt.values():
             prompt = same[0].segments[0].token_ids
             if self.visible is not None:
-                prompt = prompt[-self.visible:]
-            sessions = self.generator.open(prompt, [e.key for e in same], self._params(same[0]),
-                                           position=same[0].length)
+                prompt = prompt[-self.visible :]
+            sessions = self.generator.open(
+                prompt, [e.key for e in same], self._params(same[0]), position=same[0].length
+            )
             for episode, session in zip(same, sessions, strict=True):
                 episode.session = session
                 self.playing[session] = episode
@@ -236,8 +253,11 @@ class _Run:
             return
         text = self.chat.text(completion.token_ids.tolist())
         assert episode.env is not None
-        self.calls.submit((partial(self._on_answer, completion.finish), episode), "step",
-                          partial(_answer, episode.env, text))
+        self.calls.submit(
+            (partial(self._on_answer, completion.finish), episode),
+            "step",
+            partial(_answer, episode.env, text),
+        )
 
     def _on_answer(self, finish: FinishReason, episode: _Episode, outcome: Outcome) -> None:
         if outcome.fault is not None:
@@ -247,8 +267,11 @@ class _Run:
         reward = _number(raw_reward, episode.env)
         if reward is None:
             self.invalid_rewards += 1
-            self._finish(episode, StopReason.ERROR,
-                         f"InvalidReward: the environment returned reward {raw_reward!r}")
+            self._finish(
+                episode,
+                StopReason.ERROR,
+                f"InvalidReward: the environment returned reward {raw_reward!r}",
+            )
             return
         episode.rewards.append(reward)
         if terminated:
@@ -278,9 +301,10 @@ class _Run:
             self.generator.extend(episode.session, episode.segments[-1].token_ids, params)
             return
         self._leave(episode)
-        seen = np.concatenate([s.token_ids for s in episode.segments])[-self.visible:]
-        (episode.session,) = self.generator.open(seen, [episode.key], params,
-                                                 position=episode.length)
+        seen = np.concatenate([s.token_ids for s in episode.segments])[-self.visible :]
+        (episode.session,) = self.generator.open(
+            seen, [episode.key], params, position=episode.length
+        )
         self.playing[episode.session] = episode
 
     def _fail(self, episode: _Episode, fault: Fault) -> None:
@@ -299,11 +323,19 @@ class _Run:
         self._leave(episode)
         reward = None if stop is StopReason.ERROR else float(sum(episode.rewards))
         threshold = 1.0 if episode.env is None else episode.env.success_threshold
-        self.finished[episode.task.id].append(Trajectory(
-            task_id=episode.task.id, sibling=episode.sibling, segments=tuple(episode.segments),
-            turn_rewards=tuple(episode.rewards), reward=reward,
-            success=reward is not None and reward >= threshold, stop=stop,
-            turns=len(episode.rewards), error=error))
+        self.finished[episode.task.id].append(
+            Trajectory(
+                task_id=episode.task.id,
+                sibling=episode.sibling,
+                segments=tuple(episode.segments),
+                turn_rewards=tuple(episode.rewards),
+                reward=reward,
+                success=reward is not None and reward >= threshold,
+                stop=stop,
+                turns=len(episode.rewards),
+                error=error,
+            )
+        )
         self._close_env(episode)
         self.live.discard(episode)
 
@@ -329,15 +361,20 @@ class _Run:
                 with suppress(Exception):
                     episode.env.close()
 
-    def _stats(self, groups: list[Group], before: dict[str, int],
-               seconds: float) -> RolloutStats:
+    def _stats(self, groups: list[Group], before: dict[str, int], seconds: float) -> RolloutStats:
         played = [t for group in groups for t in group.trajectories]
         work = {name: count - before[name] for name, count in _counts(self.generator).items()}
         return RolloutStats(
-            episodes=len(played), errors=sum(t.stop is StopReason.ERROR for t in played),
-            env_errors=self.env_errors, invalid_rewards=self.invalid_rewards,
-            turns=sum(t.turns for t in played), policy_seconds=self.policy_seconds,
-            env_seconds=self.env_seconds, seconds=seconds, **work)
+            episodes=len(played),
+            errors=sum(t.stop is StopReason.ERROR for t in played),
+            env_errors=self.env_errors,
+            invalid_rewards=self.invalid_rewards,
+            turns=sum(t.turns for t in played),
+            policy_seconds=self.policy_seconds,
+            env_seconds=self.env_seconds,
+            seconds=seconds,
+            **work,
+        )
 
 
 def _counts(generator: Generator) -> dict[str, int]:
@@ -378,8 +415,10 @@ def _number(reward: Any, env: MessageEnv | None) -> float | None:
             raise TypeError
         value = float(reward)
     except (TypeError, ValueError):
-        raise UserError(f"environment {type(env).__name__}: the reward must be a number, got "
-                        f"{reward!r} ({type(reward).__name__})") from None
+        raise UserError(
+            f"environment {type(env).__name__}: the reward must be a number, got "
+            f"{reward!r} ({type(reward).__name__})"
+        ) from None
     return value if np.isfinite(value) else None
 
 

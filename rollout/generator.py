@@ -39,8 +39,13 @@ class Generator(Protocol):
     version: int
     counters: GeneratorCounters
 
-    def open(self, prompt: np.ndarray, keys: Sequence[int], params: SamplingParams,
-             position: int | None = None) -> list[int]:
+    def open(
+        self,
+        prompt: np.ndarray,
+        keys: Sequence[int],
+        params: SamplingParams,
+        position: int | None = None,
+    ) -> list[int]:
         """Start ``len(keys)`` sequences with one prompt; returns their session ids."""
         ...
 
@@ -68,17 +73,19 @@ class Generator(Protocol):
 
 PATIENCE = 8  # decode steps that a given piece may wait for others
 
-_ROW = np.dtype([
-    ("session", np.int64),
-    ("key", np.uint64),
-    ("position", np.int64),  # index in its trajectory of the token sampled next
-    ("todo", np.int64),  # known tokens that the state has not seen; 0 while waiting
-    ("last", np.int64),  # the newest known token
-    ("count", np.int64),  # tokens of this completion
-    ("budget", np.int64),
-    ("temperature", np.float64),
-    ("stop", np.int64),  # index into the table of stop sets
-])
+_ROW = np.dtype(
+    [
+        ("session", np.int64),
+        ("key", np.uint64),
+        ("position", np.int64),  # index in its trajectory of the token sampled next
+        ("todo", np.int64),  # known tokens that the state has not seen; 0 while waiting
+        ("last", np.int64),  # the newest known token
+        ("count", np.int64),  # tokens of this completion
+        ("budget", np.int64),
+        ("temperature", np.float64),
+        ("stop", np.int64),  # index into the table of stop sets
+    ]
+)
 
 
 @dataclass(slots=True)
@@ -150,8 +157,13 @@ class NativeGenerator:
         opening = sum(len(o.sessions) - 1 for o in self._openings.values())
         return len(self._rows) - len(self._closed) + opening + len(self._unplaced)
 
-    def open(self, prompt: np.ndarray, keys: Sequence[int], params: SamplingParams,
-             position: int | None = None) -> list[int]:
+    def open(
+        self,
+        prompt: np.ndarray,
+        keys: Sequence[int],
+        params: SamplingParams,
+        position: int | None = None,
+    ) -> list[int]:
         """As in `Generator`; ``position`` is the length of the trajectory where the prompt is
         only its end (default: the length of the prompt). ``keys`` are `sampler.stream_key`s."""
         if len(prompt) == 0 or not keys:
@@ -206,8 +218,9 @@ class NativeGenerator:
                 active, logits = self._fork(active, logits)
             return self._sample(active, logits) if len(active) else []
 
-    def _ask(self, rows: np.ndarray, row: int, params: SamplingParams, todo: int,
-             last: int) -> None:
+    def _ask(
+        self, rows: np.ndarray, row: int, params: SamplingParams, todo: int, last: int
+    ) -> None:
         if params.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {params.max_tokens}")
         # Column first: assigning through a record costs several times as much.
@@ -249,8 +262,9 @@ class NativeGenerator:
     def _take_rows(self, index: np.ndarray, fresh: np.ndarray | None = None) -> None:
         """Reorder, repeat or drop rows, then append ``fresh`` ones."""
         more = 0 if fresh is None else len(fresh)
-        self._rows = self._rows[index] if fresh is None else np.concatenate(
-            (self._rows[index], fresh))
+        self._rows = (
+            self._rows[index] if fresh is None else np.concatenate((self._rows[index], fresh))
+        )
         for name in ("_tokens", "_logprobs", "_versions"):
             old = getattr(self, name)
             new = np.empty((len(index) + more, old.shape[1]), old.dtype)
@@ -284,8 +298,7 @@ class NativeGenerator:
         else:
             ends = np.cumsum(take)
             flat = rows["last"][active].repeat(take)
-            for row, end, length in zip(active.tolist(), ends.tolist(), take.tolist(),
-                                        strict=True):
+            for row, end, length in zip(active.tolist(), ends.tolist(), take.tolist(), strict=True):
                 session = int(rows["session"][row])
                 piece = self._pieces.get(session)
                 if piece is None:
@@ -363,17 +376,26 @@ class NativeGenerator:
         self.counters.sampled_tokens += len(active)
         return self._completions(active, np.flatnonzero(ended), stopped)
 
-    def _completions(self, active: np.ndarray, ended: np.ndarray,
-                     stopped: np.ndarray) -> list[tuple[int, Completion]]:
+    def _completions(
+        self, active: np.ndarray, ended: np.ndarray, stopped: np.ndarray
+    ) -> list[tuple[int, Completion]]:
         self._num_asked -= len(ended)
         out = []
         for i in ended.tolist():
             row = int(active[i])
             count = int(self._rows["count"][row])
             finish = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
-            out.append((int(self._rows["session"][row]), Completion(
-                self._tokens[row, :count].copy(), self._logprobs[row, :count].copy(),
-                self._versions[row, :count].copy(), finish)))
+            out.append(
+                (
+                    int(self._rows["session"][row]),
+                    Completion(
+                        self._tokens[row, :count].copy(),
+                        self._logprobs[row, :count].copy(),
+                        self._versions[row, :count].copy(),
+                        finish,
+                    ),
+                )
+            )
         return out
 
     def _empty(self, num_sequences: int) -> DecodeState:

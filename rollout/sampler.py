@@ -52,8 +52,9 @@ def sample(
     point = torch.from_numpy(uniforms(keys, positions)).to(wide.device)[:, None] * total
     tokens = torch.searchsorted(cdf, point, right=True).clamp_(max=logits.shape[-1] - 1)
     if greedy.any():
-        tokens = torch.where(torch.from_numpy(greedy).to(wide.device)[:, None],
-                             wide.argmax(-1, keepdim=True), tokens)
+        tokens = torch.where(
+            torch.from_numpy(greedy).to(wide.device)[:, None], wide.argmax(-1, keepdim=True), tokens
+        )
     logprobs = wide.gather(-1, tokens) - total.log()
     # One transfer for both: token ids are exact in fp64.
     both = torch.cat((tokens.double(), logprobs), dim=-1).cpu().numpy()

@@ -44,8 +44,9 @@ class WeightReceiver:
         if difference is not None:
             raise self._refuse(publication, difference)
         if len(publication.digests) != len(manifest.specs):
-            raise self._refuse(publication, f"{len(publication.digests)} digests for "
-                                            f"{len(manifest.specs)} tensors")
+            raise self._refuse(
+                publication, f"{len(publication.digests)} digests for {len(manifest.specs)} tensors"
+            )
         self._publication = publication
 
     def load(self, bucket: Bucket) -> None:
@@ -95,11 +96,16 @@ class WeightReceiver:
         for name, expected in zip(publication.manifest.names, publication.digests, strict=True):
             found.append(digest(tensors[name]))
             if found[-1] != expected:
-                raise self._refuse(publication, f"{name}: its bytes are not those published "
-                                                f"(digest {found[-1][:8]}, not {expected[:8]})")
+                raise self._refuse(
+                    publication,
+                    f"{name}: its bytes are not those published "
+                    f"(digest {found[-1][:8]}, not {expected[:8]})",
+                )
         if policy_digest(publication.manifest, found) != publication.version.digest:
-            raise self._refuse(publication, "the digest of the whole policy differs although that "
-                                            "of each tensor agrees")
+            raise self._refuse(
+                publication,
+                "the digest of the whole policy differs although that of each tensor agrees",
+            )
 
     @torch.no_grad()
     def _exchange(self, live: dict[str, Tensor]) -> None:
@@ -113,11 +119,18 @@ class WeightReceiver:
     def _score_canary(self, publication: Publication) -> None:
         device = next(self.policy.parameters()).device
         ids = torch.as_tensor(np.array(publication.canary_ids, np.int64), device=device)
-        out = self.policy(ids[None], rows=torch.arange(len(ids) - 1, device=device),
-                          targets=ids[1:], temperature=publication.temperature)
+        out = self.policy(
+            ids[None],
+            rows=torch.arange(len(ids) - 1, device=device),
+            targets=ids[1:],
+            temperature=publication.temperature,
+        )
         gap = np.abs(out.logprobs.float().cpu().numpy() - publication.canary_logprobs)
         worst = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf))) if len(gap) else 0
         if len(gap) and not gap[worst] <= publication.tolerance:
-            raise self._refuse(publication, f"canary token {worst + 1}: log-prob off by "
-                                            f"{gap[worst]:.2e}, more than "
-                                            f"{publication.tolerance:.2e}")
+            raise self._refuse(
+                publication,
+                f"canary token {worst + 1}: log-prob off by "
+                f"{gap[worst]:.2e}, more than "
+                f"{publication.tolerance:.2e}",
+            )

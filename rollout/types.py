@@ -83,19 +83,31 @@ class Trajectory:
     def loss_mask(self) -> np.ndarray:
         """True on sampled tokens of episodes without error, bool [T]."""
         keep = self.reward is not None
-        return _cat([np.full(len(s.token_ids), s.sampled and keep) for s in self.segments], np.bool_)
+        return _cat(
+            [np.full(len(s.token_ids), s.sampled and keep) for s in self.segments], np.bool_
+        )
 
     @property
     def logprobs(self) -> np.ndarray:
         """Behaviour log-probs, fp32 [T], 0 on tokens that were not sampled."""
-        return _cat([s.logprobs if s.sampled else np.zeros(len(s.token_ids), np.float32)
-                     for s in self.segments], np.float32)
+        return _cat(
+            [
+                s.logprobs if s.sampled else np.zeros(len(s.token_ids), np.float32)
+                for s in self.segments
+            ],
+            np.float32,
+        )
 
     @property
     def versions(self) -> np.ndarray:
         """Weight version per token, int32 [T], -1 on tokens that were not sampled."""
-        return _cat([s.versions if s.sampled else np.full(len(s.token_ids), -1, np.int32)
-                     for s in self.segments], np.int32)
+        return _cat(
+            [
+                s.versions if s.sampled else np.full(len(s.token_ids), -1, np.int32)
+                for s in self.segments
+            ],
+            np.int32,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,13 @@ class ScriptedGenerator:
     def busy(self) -> bool:
         return bool(self._asked)
 
-    def open(self, prompt: np.ndarray, keys: Sequence[int], params: SamplingParams,
-             position: int | None = None) -> list[int]:
+    def open(
+        self,
+        prompt: np.ndarray,
+        keys: Sequence[int],
+        params: SamplingParams,
+        position: int | None = None,
+    ) -> list[int]:
         first = len(self._turn)
         sessions = list(range(first, first + len(keys)))
         for session in sessions:
@@ -98,9 +103,17 @@ class ScriptedGenerator:
             self._known[session] += ids.tolist()
             stopped = ids[-1] in params.stop_token_ids
             count = len(ids)
-            out.append((session, Completion(
-                ids, np.full(count, -0.5, np.float32), np.full(count, self.version, np.int32),
-                FinishReason.STOP if stopped else FinishReason.LENGTH)))
+            out.append(
+                (
+                    session,
+                    Completion(
+                        ids,
+                        np.full(count, -0.5, np.float32),
+                        np.full(count, self.version, np.int32),
+                        FinishReason.STOP if stopped else FinishReason.LENGTH,
+                    ),
+                )
+            )
         self._asked = {}
         return out
 
@@ -111,8 +124,9 @@ class ScriptedGenerator:
         self._known, self._asked = {}, {}
 
 
-def publish(policy: Policy, number: int, bucket_bytes: int = 4096,
-            temperature: float = 1.0) -> Publication:
+def publish(
+    policy: Policy, number: int, bucket_bytes: int = 4096, temperature: float = 1.0
+) -> Publication:
     """What a learner that holds ``policy`` would publish, within one process."""
     state = policy.state_dict()
     manifest = WeightManifest.of(state)
@@ -122,9 +136,15 @@ def publish(policy: Policy, number: int, bucket_bytes: int = 4096,
     with torch.no_grad():
         out = policy(ids[None], rows=torch.arange(23), targets=ids[1:], temperature=temperature)
     return Publication(
-        PolicyVersion(number, policy_digest(manifest, digests)), manifest,
-        tuple(bucket for bucket, _ in packed), digests, ids.numpy(), out.logprobs.numpy(),
-        temperature, 1e-4)
+        PolicyVersion(number, policy_digest(manifest, digests)),
+        manifest,
+        tuple(bucket for bucket, _ in packed),
+        digests,
+        ids.numpy(),
+        out.logprobs.numpy(),
+        temperature,
+        1e-4,
+    )
 
 
 class NeedsKeyword(Exception):
@@ -169,8 +189,15 @@ class ScriptedEnv(MessageEnv):
     built: ClassVar[int] = 0
     closed: ClassVar[int] = 0
 
-    def __init__(self, prompt: str = "go", replies: Sequence[str] = (), reward: Any = 1.0,
-                 fail_at: int | None = None, error: str = "plain", delay: float = 0.0) -> None:
+    def __init__(
+        self,
+        prompt: str = "go",
+        replies: Sequence[str] = (),
+        reward: Any = 1.0,
+        fail_at: int | None = None,
+        error: str = "plain",
+        delay: float = 0.0,
+    ) -> None:
         type(self).built += 1
         self.prompt, self.replies, self.reward = prompt, tuple(replies), reward
         self.fail_at, self.error, self.delay = fail_at, error, delay

@@ -43,7 +43,9 @@ class _Mix(torch.autograd.Function):
     """Recomputes the mixture in backward, so that nothing but its inputs is kept."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, norm: torch.Tensor, eps: float, *sources: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, norm: torch.Tensor, eps: float, *sources: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(query, norm, *sources)
         ctx.eps = eps
         _, _, weights, out = _mixture(query, norm, eps, sources)
@@ -63,7 +65,9 @@ class _Mix(torch.autograd.Function):
             scaled = d_score * rs
             score = (v @ direction) * rs
             d_direction = d_direction + scaled.flatten() @ v.flatten(0, -2)
-            pull = scaled[..., None] * direction - (scaled * score * rs / v.shape[-1])[..., None] * v
+            pull = (
+                scaled[..., None] * direction - (scaled * score * rs / v.shape[-1])[..., None] * v
+            )
             d_sources.append((p[..., None] * grad + pull).to(source.dtype))
         wide_query, wide_norm = _wide(query).flatten(), _wide(norm)
         d_query = (d_direction * wide_norm).view(query.shape).to(query.dtype)

@@ -41,16 +41,27 @@ def chunk_kda(
     if lower_bound is not None and not -5.0 <= lower_bound < 0:
         raise ValueError(f"lower_bound must lie in [-5, 0) or be None, got {lower_bound}")
     qw, kw, vw, gw, bw = prepare(
-        q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, lower_bound=lower_bound,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        lower_bound=lower_bound,
     )
     batch, length = q.shape[:2]
     bounds = tuple(sequence_bounds(batch, length, cu_seqlens))
     _check_state(initial_state, len(bounds) - 1, qw, vw)
     out, final = chunk_kda_torch(
         *(x.flatten(0, 1) for x in (qw, kw, vw, gw, bw)),
-        initial_state, bounds, bounded=lower_bound is not None,
+        initial_state,
+        bounds,
+        bounded=lower_bound is not None,
     )
     return out.view(vw.shape).to(v.dtype), final if output_final_state else None
 
@@ -77,16 +88,35 @@ def recurrent_kda(
     batch, length, heads, width = q.shape
     if cu_seqlens is not None or initial_state is None:
         return naive_kda(
-            q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, scale=scale,
-            initial_state=initial_state, output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, lower_bound=lower_bound,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            lower_bound=lower_bound,
             cu_seqlens=cu_seqlens,
         )
     qw, kw, vw, gw, bw = prepare(
-        q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, lower_bound=lower_bound,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        lower_bound=lower_bound,
     )
     _check_state(initial_state, batch, qw, vw)
     state = initial_state.to(qw.dtype).flatten(0, 1)  # [B * H, K, V]

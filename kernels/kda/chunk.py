@@ -55,8 +55,12 @@ def chunk_table(bounds: tuple[int, ...], heads: int, device: torch.device) -> Ch
     num_chunks = int(first[-1])
     full = len(place) == num_chunks * heads * CHUNK
     return ChunkTable(
-        place.to(device), torch.argsort(place).to(device) if full else None, num_chunks, active,
-        order.to(device), rank.to(device),
+        place.to(device),
+        torch.argsort(place).to(device) if full else None,
+        num_chunks,
+        active,
+        order.to(device),
+        rank.to(device),
     )
 
 

@@ -88,7 +88,11 @@ def sequence_bounds(batch: int, length: int, cu_seqlens: torch.Tensor | None) ->
     if batch != 1:
         raise ValueError(f"cu_seqlens needs batch size 1, got {batch}")
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if (
+        bounds[0] != 0
+        or bounds[-1] != length
+        or any(a > b for a, b in zip(bounds, bounds[1:], strict=False))
+    ):
         raise ValueError(f"cu_seqlens must rise from 0 to {length}, got {bounds}")
     return bounds
 
@@ -117,9 +121,18 @@ def naive_kda(
     """
     dtype = v.dtype
     qw, kw, vw, gw, bw = prepare(
-        q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, lower_bound=lower_bound,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        lower_bound=lower_bound,
     )
     batch, length, heads, width = qw.shape
     bounds = sequence_bounds(batch, length, cu_seqlens)

@@ -17,13 +17,20 @@ def situ_glu(
     """
     a = gate if gate.dtype == torch.float64 else gate.float()
     b = up if up.dtype == torch.float64 else up.float()
-    out = (beta * torch.tanh(a / beta) * torch.sigmoid(a)) * (linear_beta * torch.tanh(b / linear_beta))
+    out = (beta * torch.tanh(a / beta) * torch.sigmoid(a)) * (
+        linear_beta * torch.tanh(b / linear_beta)
+    )
     return out.to(gate.dtype)
 
 
 def naive_experts(
-    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor,
-    experts: torch.Tensor, weights: torch.Tensor, activation: tuple[float, float] | None,
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    activation: tuple[float, float] | None,
 ) -> torch.Tensor:
     """`grouped_experts` token by token: the specification."""
     rows = []
@@ -37,8 +44,13 @@ def naive_experts(
 
 
 def grouped_experts(
-    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor,
-    experts: torch.Tensor, weights: torch.Tensor, activation: tuple[float, float] | None,
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    activation: tuple[float, float] | None,
 ) -> torch.Tensor:
     """Weighted sum of each token's experts, in the order of its routes.
 

@@ -68,8 +68,12 @@ def test_text_setting_refuses_a_bare_boolean() -> None:
 
 @pytest.mark.parametrize(
     ("key", "near"),
-    [("learner.grad_clp", "learner.grad_clip"), ("algorithm.dual_clp", "algorithm.dual_clip"),
-     ("lerner.lr", "learner"), ("env.idd", "env.id")],
+    [
+        ("learner.grad_clp", "learner.grad_clip"),
+        ("algorithm.dual_clp", "algorithm.dual_clip"),
+        ("lerner.lr", "learner"),
+        ("env.idd", "env.id"),
+    ],
 )
 def test_misspelt_key_is_named_with_its_neighbour(tmp_path: Path, key: str, near: str) -> None:
     """C20, in a file and on the command line."""
@@ -157,8 +161,10 @@ def test_yaml_tags_are_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", "${run:now}", "${steps}", "a-${x"])
 def test_interpolations_are_refused(tmp_path: Path, value: str) -> None:
     """C30 (d), also where any value is allowed and inside keys."""
-    for key, text in [("output", f"output: '{value}'\n"),
-                      ("learner.dtype", f"learner: {{dtype: '{value}'}}\n")]:
+    for key, text in [
+        ("output", f"output: '{value}'\n"),
+        ("learner.dtype", f"learner: {{dtype: '{value}'}}\n"),
+    ]:
         with pytest.raises(UserError) as caught:
             load_config(TrainConfig, write(tmp_path, text), [])
         assert key in str(caught.value) or "invalid value" in str(caught.value)
@@ -190,7 +196,8 @@ def test_overriding_a_built_config() -> None:
     config = load_config(TrainConfig, None, BASE)
     changed = override_config(config, ["learner.betas=[0.5, 0.6]", "env.kwargs.turns=2"])
     assert changed == replace(
-        config, learner=replace(config.learner, betas=(0.5, 0.6)),
+        config,
+        learner=replace(config.learner, betas=(0.5, 0.6)),
         env=EnvConfig(id="echo-v0", kwargs={"turns": 2}),
     )
     assert config.env.kwargs == {}
@@ -213,8 +220,11 @@ def test_every_shipped_preset_loads() -> None:
     schemas = {"train": TrainConfig, "stage": StageConfig, "sft": SftConfig}
     for kind, schema in schemas.items():
         for path in (PRESETS / kind).glob("*.yaml"):
-            given = [f"{line.split(':')[0]}=x" for line in path.read_text().splitlines()
-                     if line.endswith(": ???")]
+            given = [
+                f"{line.split(':')[0]}=x"
+                for line in path.read_text().splitlines()
+                if line.endswith(": ???")
+            ]
             by_name = load_config(schema, path.stem, given)
             assert by_name == load_config(schema, f"{kind}/{path.stem}", given)
             assert by_name == load_config(schema, str(path), given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from farhorizon.kernels.attnres import mix, naive_mix
 
 

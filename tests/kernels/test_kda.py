@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from farhorizon.kernels.kda import chunk_kda, kda_gate, naive_kda, recurrent_kda
 
 HEADS, WIDTH, VALUE = 2, 8, 4
@@ -23,7 +24,15 @@ def inputs(length: int, batch: int = 1, seed: int = 0, gate_shift: float = 0.0):
     q, k, z = (draw(batch, length, HEADS, WIDTH) for _ in range(3))
     v, beta = draw(batch, length, HEADS, VALUE), draw(batch, length, HEADS)
     a_log, dt_bias = draw(HEADS) * 0.3, draw(HEADS * WIDTH)
-    return {"q": q, "k": k, "v": v, "g": z + gate_shift, "beta": beta, "A_log": a_log, "dt_bias": dt_bias}
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": z + gate_shift,
+        "beta": beta,
+        "A_log": a_log,
+        "dt_bias": dt_bias,
+    }
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -75,8 +84,9 @@ def test_chunked_and_recurrent_equal_naive_with_gradients(length, bound):
     for form in (naive_kda, chunk_kda, recurrent_kda):
         leaves = {k: v.clone().requires_grad_() for k, v in data.items()}
         start = state.clone().requires_grad_()
-        out, final = form(**leaves, **FLAGS, lower_bound=bound, initial_state=start,
-                          output_final_state=True)
+        out, final = form(
+            **leaves, **FLAGS, lower_bound=bound, initial_state=start, output_final_state=True
+        )
         weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
         ((out * weight).sum() + (final * 0.3).sum()).backward()
         results.append([out, final, start.grad, *(x.grad for x in leaves.values())])
@@ -112,16 +122,25 @@ def test_packed_equals_alone_and_order_does_not_matter(form):
     state = torch.randn(4, HEADS, WIDTH, VALUE, dtype=torch.float64)
     edges = [0, 5, 38, 39, 55]
     shared = {k: data.pop(k) for k in ("A_log", "dt_bias")}
-    out, final = form(**data, **shared, **FLAGS, initial_state=state, output_final_state=True,
-                      cu_seqlens=torch.tensor(edges))
+    out, final = form(
+        **data,
+        **shared,
+        **FLAGS,
+        initial_state=state,
+        output_final_state=True,
+        cu_seqlens=torch.tensor(edges),
+    )
     for n, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
         piece = {k: v[:, a:b] for k, v in data.items()}
-        alone, end = form(**piece, **shared, **FLAGS, initial_state=state[n : n + 1],
-                          output_final_state=True)
+        alone, end = form(
+            **piece, **shared, **FLAGS, initial_state=state[n : n + 1], output_final_state=True
+        )
         torch.testing.assert_close(out[:, a:b], alone, atol=1e-12, rtol=1e-10)
         torch.testing.assert_close(final[n], end[0], atol=1e-12, rtol=1e-10)
     order = [2, 0, 3, 1]
-    mixed = {k: torch.cat([v[:, edges[i] : edges[i + 1]] for i in order], 1) for k, v in data.items()}
+    mixed = {
+        k: torch.cat([v[:, edges[i] : edges[i + 1]] for i in order], 1) for k, v in data.items()
+    }
     bounds = torch.tensor([0, *lengths_of(lengths, order)]).cumsum(0)
     shuffled, _ = form(**mixed, **shared, **FLAGS, initial_state=state[order], cu_seqlens=bounds)
     expected = torch.cat([out[:, edges[i] : edges[i + 1]] for i in order], 1)
@@ -137,10 +156,16 @@ def test_split_anywhere_with_carried_state_equals_one_pass(cut):
     data = inputs(40)
     shared = {k: data.pop(k) for k in ("A_log", "dt_bias")}
     whole, end = chunk_kda(**data, **shared, **FLAGS, output_final_state=True)
-    left, state = chunk_kda(**{k: v[:, :cut] for k, v in data.items()}, **shared, **FLAGS,
-                            output_final_state=True)
-    right, final = chunk_kda(**{k: v[:, cut:] for k, v in data.items()}, **shared, **FLAGS,
-                             initial_state=state, output_final_state=True)
+    left, state = chunk_kda(
+        **{k: v[:, :cut] for k, v in data.items()}, **shared, **FLAGS, output_final_state=True
+    )
+    right, final = chunk_kda(
+        **{k: v[:, cut:] for k, v in data.items()},
+        **shared,
+        **FLAGS,
+        initial_state=state,
+        output_final_state=True,
+    )
     torch.testing.assert_close(torch.cat([left, right], 1), whole, atol=1e-12, rtol=1e-10)
     torch.testing.assert_close(final, end, atol=1e-12, rtol=1e-10)
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from farhorizon.kernels.logprob import naive_token_logprobs, token_logprobs
 
 

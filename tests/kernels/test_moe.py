@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from farhorizon.kernels.moe import (
     QuantileHistogram,
     grouped_experts,
@@ -70,9 +71,7 @@ def test_invalid_tokens_do_not_count():
     histogram = QuantileHistogram(torch.zeros(2), 1)
     histogram.add(scores, valid)
     assert int(histogram.tokens) == 1000
-    torch.testing.assert_close(
-        histogram.solve(), torch.tensor([-0.125, 0.125]), atol=0.004, rtol=0
-    )
+    torch.testing.assert_close(histogram.solve(), torch.tensor([-0.125, 0.125]), atol=0.004, rtol=0)
 
 
 def test_histogram_matches_the_exact_quantile_within_a_bin():
@@ -110,11 +109,19 @@ def test_nothing_counted_is_an_error():
 
 def test_situ_by_hand_and_bounded():
     gate, up = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 3.0])
-    expected = [4 * torch.tanh(torch.tensor(a / 4)) * torch.sigmoid(torch.tensor(a))
-                * 25 * torch.tanh(torch.tensor(b / 25)) for a, b in ((1.0, 0.5), (-2.0, 3.0))]
+    expected = [
+        4
+        * torch.tanh(torch.tensor(a / 4))
+        * torch.sigmoid(torch.tensor(a))
+        * 25
+        * torch.tanh(torch.tensor(b / 25))
+        for a, b in ((1.0, 0.5), (-2.0, 3.0))
+    ]
     torch.testing.assert_close(situ_glu(gate, up), torch.stack(expected))
     for dtype in (torch.float32, torch.bfloat16):
-        huge = situ_glu(torch.tensor([1e4, 1e30], dtype=dtype), torch.tensor([1e4, -1e30], dtype=dtype))
+        huge = situ_glu(
+            torch.tensor([1e4, 1e30], dtype=dtype), torch.tensor([1e4, -1e30], dtype=dtype)
+        )
         assert bool((huge.abs() <= 100).all())
 
 
@@ -124,7 +131,9 @@ def test_grouped_experts_equal_naive_with_gradients(tokens, activation):
     torch.manual_seed(2)
     count, width, inner, k = 4, 6, 5, 2
     x = torch.randn(tokens, width, dtype=torch.float64, requires_grad=True)
-    w1, w3 = (torch.randn(count, inner, width, dtype=torch.float64, requires_grad=True) for _ in "13")
+    w1, w3 = (
+        torch.randn(count, inner, width, dtype=torch.float64, requires_grad=True) for _ in "13"
+    )
     w2 = torch.randn(count, width, inner, dtype=torch.float64, requires_grad=True)
     scores = torch.rand(tokens, count, dtype=torch.float64, requires_grad=True)
     leaves = [x, w1, w2, w3, scores]

@@ -103,8 +103,9 @@ def test_killed_at_any_moment_a_complete_one_remains(tmp_path: Path) -> None:
     run = tmp_path / "run"
     last = 0
     for attempt in range(8):
-        process = subprocess.Popen([sys.executable, str(script), str(run)],
-                                   stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(run)], stdout=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None
         assert process.stdout.readline() == f"from {last}\n"
         deadline = time.time() + 20

@@ -24,8 +24,14 @@ with cluster(None):
 def test_every_socket_of_a_local_ray_is_on_loopback() -> None:
     # A process of its own: the address is chosen when Ray starts, and other tests share one.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True,
-                          timeout=120, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert int(lines[0].split()[1]) >= 3

@@ -34,7 +34,14 @@ def test_errors_stay_in_the_denominator() -> None:
     assert (result.episodes, result.errors, result.seed, result.checkpoint) == (100, 10, 3, "c")
     assert (result.turns_mean, result.tokens_mean) == (2.0, 10.0)
     assert list(asdict(result)) == [
-        "success", "ci_low", "ci_high", "episodes", "errors", "turns_mean", "tokens_mean", "seed",
+        "success",
+        "ci_low",
+        "ci_high",
+        "episodes",
+        "errors",
+        "turns_mean",
+        "tokens_mean",
+        "seed",
         "checkpoint",
     ]
 
@@ -55,7 +62,8 @@ def test_code_named_by_a_stored_run_is_not_run(checkpoint: Path, tmp_path: Path)
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(
-        f"policy: x\ncontext: 64\nenv: {{id: 'evil:Env', plugins: [{plugin}]}}\n")
+        f"policy: x\ncontext: 64\nenv: {{id: 'evil:Env', plugins: [{plugin}]}}\n"
+    )
     for name in checkpoint.iterdir():
         (run / name.name).write_bytes(name.read_bytes())
     with pytest.raises(UserError, match=r"names code of its own; to run it, add env\.plugins="):

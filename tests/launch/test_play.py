@@ -20,8 +20,11 @@ def test_expert_episode(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_policy_episode(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = PlayConfig(env=EnvConfig(id="echo-v0"), policy=str(checkpoint),
-                        rollout=RolloutConfig(max_turn_tokens=3))
+    config = PlayConfig(
+        env=EnvConfig(id="echo-v0"),
+        policy=str(checkpoint),
+        rollout=RolloutConfig(max_turn_tokens=3),
+    )
     assert play(config) == 0
     text = capsys.readouterr().out
     assert "\n  <|open|>user<|sep|> " in text

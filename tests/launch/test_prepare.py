@@ -19,8 +19,12 @@ from farhorizon.launch.prepare import config_digest, find_checkpoint, prepare
 
 @pytest.fixture
 def config(checkpoint: Path, tmp_path: Path) -> TrainConfig:
-    return TrainConfig(policy=str(checkpoint), output=str(tmp_path / "run"), context=64,
-                       env=EnvConfig(id="echo-v0"))
+    return TrainConfig(
+        policy=str(checkpoint),
+        output=str(tmp_path / "run"),
+        context=64,
+        env=EnvConfig(id="echo-v0"),
+    )
 
 
 def save_run(config: TrainConfig, step: int) -> Path:
@@ -97,8 +101,10 @@ def test_changed_settings_are_told_and_another_task_is_refused(config: TrainConf
     config = prepare(config).config
     save_run(config, 1)
     run = prepare(override_config(config, ["steps=50", "learner.lr=1e-3"]))
-    assert run.notes == ["settings changed since the last run: steps: 20 -> 50",
-                         "settings changed since the last run: learner.lr: 1e-06 -> 0.001"]
+    assert run.notes == [
+        "settings changed since the last run: steps: 20 -> 50",
+        "settings changed since the last run: learner.lr: 1e-06 -> 0.001",
+    ]
     with pytest.raises(UserError, match="holds a run with another seed: 0 -> 1"):
         prepare(replace(config, seed=1))
 

@@ -53,17 +53,32 @@ def test_rollouts_are_readable(
     tokenizer = load_tokenizer(checkpoint)
     given = np.array(tokenizer.encode(" red", add_special_tokens=False), np.int32)
     trajectory = Trajectory(
-        task_id="t", sibling=1,
-        segments=(Segment(given, False, *EMPTY),
-                  Segment(given, True, np.full(1, -0.5, np.float32), np.full(1, 7, np.int32))),
-        turn_rewards=(1.0,), reward=1.0, success=True, stop=StopReason.TERMINATED, turns=1)
+        task_id="t",
+        sibling=1,
+        segments=(
+            Segment(given, False, *EMPTY),
+            Segment(given, True, np.full(1, -0.5, np.float32), np.full(1, 7, np.int32)),
+        ),
+        turn_rewards=(1.0,),
+        reward=1.0,
+        success=True,
+        stop=StopReason.TERMINATED,
+        turns=1,
+    )
     recorder = Recorder(tmp_path, "", 0)
     recorder.rollouts(3, [Group("t", (trajectory, trajectory))], tokenizer)
     lines = (tmp_path / "rollouts" / "step-3.jsonl").read_text().splitlines()
     assert len(lines) == 2
     assert json.loads(lines[0]) == {
-        "task": "t", "sibling": 1, "reward": 1.0, "success": True, "stop": "terminated",
-        "turns": 1, "tokens": 2, "versions": [7, 7], "error": None,
+        "task": "t",
+        "sibling": 1,
+        "reward": 1.0,
+        "success": True,
+        "stop": "terminated",
+        "turns": 1,
+        "tokens": 2,
+        "versions": [7, 7],
+        "error": None,
         "text": [["given", " red"], ["policy", " red"]],
     }
     monkeypatch.setattr("farhorizon.launch.record.ROLLOUT_CHARACTERS", 10)

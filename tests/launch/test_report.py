@@ -37,8 +37,17 @@ def test_wilson_refuses_impossible_counts(successes: int, episodes: int) -> None
 
 
 def evaluation(success: float, low: float, high: float) -> Evaluation:
-    return Evaluation(success=success, ci_low=low, ci_high=high, episodes=200, errors=0,
-                      turns_mean=3.0, tokens_mean=40.0, seed=0, checkpoint="c")
+    return Evaluation(
+        success=success,
+        ci_low=low,
+        ci_high=high,
+        episodes=200,
+        errors=0,
+        turns_mean=3.0,
+        tokens_mean=40.0,
+        seed=0,
+        checkpoint="c",
+    )
 
 
 def test_closing_lines_say_whether_intervals_are_apart() -> None:
@@ -57,8 +66,13 @@ def test_curve_comes_from_the_metric_rows(tmp_path: Path) -> None:
     rows = [
         {"step": 0, "eval/success": 0.2, "eval/ci_low": 0.1, "eval/ci_high": 0.3},
         {"step": 1, "train/success": 0.25},
-        {"step": 2, "train/success": 0.5, "eval/success": 0.9, "eval/ci_low": 0.8,
-         "eval/ci_high": 0.95},
+        {
+            "step": 2,
+            "train/success": 0.5,
+            "eval/success": 0.9,
+            "eval/ci_low": 0.8,
+            "eval/ci_high": 0.95,
+        },
     ]
     heldout, training = curve_points(rows)
     assert [point.step for point in heldout] == [0, 2]

@@ -37,19 +37,33 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_tokenizer(texts, 320, frequent_words(texts, 30))
     config = PolicyConfig.tiny(vocab_size=320, hidden_size=32)
     torch.manual_seed(0)
-    return save_checkpoint(tmp_path_factory.mktemp("sft") / "parent", Policy(config), config,
-                           tokenizer, StageRecord(128, (64, 128), 1000,
-                                                  tokenizer_sha256(tokenizer)))
+    return save_checkpoint(
+        tmp_path_factory.mktemp("sft") / "parent",
+        Policy(config),
+        config,
+        tokenizer,
+        StageRecord(128, (64, 128), 1000, tokenizer_sha256(tokenizer)),
+    )
 
 
 def settings(parent: Path, output: Path, **changes) -> SftConfig:
-    config = SftConfig(policy=str(parent), env=ENV, output=str(output), context=128, steps=12,
-                       batch_tokens=512, lr=5e-3, warmup_steps=2, threads=1)
+    config = SftConfig(
+        policy=str(parent),
+        env=ENV,
+        output=str(output),
+        context=128,
+        steps=12,
+        batch_tokens=512,
+        lr=5e-3,
+        warmup_steps=2,
+        threads=1,
+    )
     return replace(config, **changes)
 
 
-def test_a_warm_up_learns_and_leaves_a_whole_checkpoint(parent: Path, tmp_path: Path,
-                                                        capsys: pytest.CaptureFixture) -> None:
+def test_a_warm_up_learns_and_leaves_a_whole_checkpoint(
+    parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     output = run_sft(settings(parent, tmp_path / "out"))
     before, after = load_checkpoint(parent), load_checkpoint(output)
     losses = [json.loads(line)["loss"] for line in (output / "metrics.jsonl").open()]
@@ -62,7 +76,8 @@ def test_a_warm_up_learns_and_leaves_a_whole_checkpoint(parent: Path, tmp_path: 
     assert after.policy.config.eos_token_id == before.policy.config.eos_token_id
     for old, new in zip(before.policy.routers(), after.policy.routers(), strict=True):
         assert bool(new.e_score_correction_bias.any()) and not bool(
-            old.e_score_correction_bias.any())
+            old.e_score_correction_bias.any()
+        )
         assert abs(float(new.e_score_correction_bias.mean())) < 1e-6
     assert "tokens/s" in capsys.readouterr().out
 
@@ -71,8 +86,10 @@ def test_only_assistant_tokens_are_trained_and_sequences_do_not_mix(parent: Path
     """The loss of the first step equals one computed by hand, each sequence on its own."""
     start = load_checkpoint(parent)
     rng = np.random.default_rng(0)
-    data = [Demonstration(rng.integers(0, 320, n).astype(np.int32), rng.random(n) < 0.5)
-            for n in (9, 17, 30)]
+    data = [
+        Demonstration(rng.integers(0, 320, n).astype(np.int32), rng.random(n) < 0.5)
+        for n in (9, 17, 30)
+    ]
     total, count = 0.0, 0
     for ids, mask in data:
         tokens = torch.as_tensor(ids, dtype=torch.long)
@@ -83,8 +100,13 @@ def test_only_assistant_tokens_are_trained_and_sequences_do_not_mix(parent: Path
         total, count = total - float(picked.sum()), count + len(picked)
     steps = []
     policy = load_checkpoint(parent).policy
-    seen = train_on_demonstrations(policy, start.tokenizer, data, settings(
-        parent, parent, steps=1, batch_tokens=56), steps.append)
+    seen = train_on_demonstrations(
+        policy,
+        start.tokenizer,
+        data,
+        settings(parent, parent, steps=1, batch_tokens=56),
+        steps.append,
+    )
     assert steps[0].loss == pytest.approx(total / count, rel=1e-4)
     assert seen == steps[0].tokens == 56
     # What is counted is the training forward, once: 56 tokens in each of three MoE layers.
@@ -94,8 +116,9 @@ def test_only_assistant_tokens_are_trained_and_sequences_do_not_mix(parent: Path
             fresh(torch.as_tensor(ids, dtype=torch.long)[None])
     fresh.update_thresholds()
     for mine, expected in zip(policy.routers(), fresh.routers(), strict=True):
-        torch.testing.assert_close(mine.e_score_correction_bias,
-                                   expected.e_score_correction_bias, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            mine.e_score_correction_bias, expected.e_score_correction_bias, atol=1e-4, rtol=0
+        )
     assert "forward" not in vars(policy)
 
 
@@ -110,15 +133,19 @@ def test_demonstrations_fill_the_steps_once(parent: Path) -> None:
     assert ids[0] == ids[1] != ids[2]
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"context": 129}, "context=129 is longer than the 128 tokens"),
-    ({"context": 20, "batch_tokens": 20}, "longer than the context of 20"),
-    ({"batch_tokens": 100}, "batch_tokens=100 must hold one sequence of context=128"),
-    ({"steps": 0}, "steps=0 must be at least 1"),
-    ({"policy": "nowhere"}, "nowhere: no such folder"),
-])
-def test_mistakes_are_told_in_one_line(parent: Path, tmp_path: Path, changes: dict,
-                                       message: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": 129}, "context=129 is longer than the 128 tokens"),
+        ({"context": 20, "batch_tokens": 20}, "longer than the context of 20"),
+        ({"batch_tokens": 100}, "batch_tokens=100 must hold one sequence of context=128"),
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"policy": "nowhere"}, "nowhere: no such folder"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    parent: Path, tmp_path: Path, changes: dict, message: str
+) -> None:
     with pytest.raises(UserError, match=message) as caught:
         run_sft(settings(parent, tmp_path / "out", **changes))
     assert "\n" not in str(caught.value)

@@ -20,8 +20,10 @@ from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.checkpoint import load_checkpoint
 from farhorizon.policy.tokenizer import load_tokenizer
 
-STAGES = (Stage(context=32, steps=6, batch_tokens=256, lr=1e-3),
-          Stage(context=64, steps=5, batch_tokens=256, lr=1e-5, env_kwargs={"turns": 4}))
+STAGES = (
+    Stage(context=32, steps=6, batch_tokens=256, lr=1e-3),
+    Stage(context=64, steps=5, batch_tokens=256, lr=1e-5, env_kwargs={"turns": 4}),
+)
 
 
 @pytest.fixture
@@ -31,8 +33,14 @@ def config(tmp_path: Path) -> StageConfig:
     for number in range(4):
         (text / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
     return StageConfig(
-        policy="tiny", stages=STAGES, text=str(text), output=str(tmp_path / "out"), vocab_size=300,
-        env=EnvConfig(id="echo-v0"), learner=LearnerConfig(warmup_steps=2))
+        policy="tiny",
+        stages=STAGES,
+        text=str(text),
+        output=str(tmp_path / "out"),
+        vocab_size=300,
+        env=EnvConfig(id="echo-v0"),
+        learner=LearnerConfig(warmup_steps=2),
+    )
 
 
 def transition(**losses: float) -> Transition:
@@ -40,10 +48,13 @@ def transition(**losses: float) -> Transition:
 
 
 def test_the_learning_rate_is_continuous_and_ends_at_a_tenth() -> None:
-    stages = (Stage(context=8, steps=4, batch_tokens=8, lr=1.0),
-              Stage(context=16, steps=2, batch_tokens=16, lr=0.6))
+    stages = (
+        Stage(context=8, steps=4, batch_tokens=8, lr=1.0),
+        Stage(context=16, steps=2, batch_tokens=16, lr=0.6),
+    )
     assert [learning_rate(stages, 0, step) for step in range(4)] == pytest.approx(
-        [1.0, 0.9, 0.8, 0.7])
+        [1.0, 0.9, 0.8, 0.7]
+    )
     assert [learning_rate(stages, 1, step) for step in range(2)] == pytest.approx([0.6, 0.33])
 
 
@@ -73,8 +84,9 @@ def test_a_rough_switch_fails_the_run_after_everything_is_written(tmp_path: Path
     assert (tmp_path / "stage.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_stages_end_to_end_and_on_from_there(config: StageConfig, ray_local: None,
-                                             capsys: pytest.CaptureFixture) -> None:
+def test_stages_end_to_end_and_on_from_there(
+    config: StageConfig, ray_local: None, capsys: pytest.CaptureFixture
+) -> None:
     output = run_stages(config)
     loaded = load_checkpoint(output)
     assert (loaded.stage.context, loaded.stage.stages) == (64, (32, 64))
@@ -97,8 +109,12 @@ def test_stages_end_to_end_and_on_from_there(config: StageConfig, ray_local: Non
 
     with pytest.raises(UserError, match="holds a finished checkpoint"):
         run_stages(config)
-    further = replace(config, policy=str(output), output=str(output.parent / "further"),
-                      stages=(Stage(context=128, steps=1, batch_tokens=128, lr=1e-4),))
+    further = replace(
+        config,
+        policy=str(output),
+        output=str(output.parent / "further"),
+        stages=(Stage(context=128, steps=1, batch_tokens=128, lr=1e-4),),
+    )
     record = load_checkpoint(run_stages(further)).stage
     assert (record.context, record.stages) == (128, (32, 64, 128))
     assert record.tokens_seen == 12 * 256 - 128 and record.parent == str(output)
@@ -106,16 +122,25 @@ def test_stages_end_to_end_and_on_from_there(config: StageConfig, ray_local: Non
         run_stages(replace(config, policy=str(output), output=str(output.parent / "shorter")))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"policy": "tinny"}, "policy tinny: no such folder; presets: 1b, 3b, k3, kimi-linear-48b, "),
-    ({"text": "nowhere"}, "text: no folder nowhere"),
-    ({"vocab_size": 268}, "vocab_size=268 is too small"),
-    ({"stages": ()}, "at least one stage"),
-    ({"stages": (replace(STAGES[0], batch_tokens=31),)}, r"stages\[0\].batch_tokens=31 .* 32"),
-    ({"stages": (STAGES[1], STAGES[0])}, r"stages\[1\].context=32 is shorter"),
-    ({"stages": (replace(STAGES[0], context=16, batch_tokens=16),)}, "longer than the context of"),
-    ({"episode_fraction": 1.5}, "between 0 and 1"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"policy": "tinny"},
+            "policy tinny: no such folder; presets: 1b, 3b, k3, kimi-linear-48b, ",
+        ),
+        ({"text": "nowhere"}, "text: no folder nowhere"),
+        ({"vocab_size": 268}, "vocab_size=268 is too small"),
+        ({"stages": ()}, "at least one stage"),
+        ({"stages": (replace(STAGES[0], batch_tokens=31),)}, r"stages\[0\].batch_tokens=31 .* 32"),
+        ({"stages": (STAGES[1], STAGES[0])}, r"stages\[1\].context=32 is shorter"),
+        (
+            {"stages": (replace(STAGES[0], context=16, batch_tokens=16),)},
+            "longer than the context of",
+        ),
+        ({"episode_fraction": 1.5}, "between 0 and 1"),
+    ],
+)
 def test_mistakes_are_told_in_one_line(config: StageConfig, changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         run_stages(replace(config, **changes))
@@ -134,9 +159,16 @@ def test_a_new_policy_is_fit_for_nothing_yet(config: StageConfig, tmp_path: Path
     assert torch.equal(start.policy.lm_head.weight, again.policy.lm_head.weight)
 
 
-@pytest.mark.parametrize(("name", "total", "active"), [
-    ("small", 0.0587, 0.0421), ("1b", 1.116, 0.488), ("3b", 3.159, 1.133),
-    ("k3", 2778.3, 104.2), ("kimi-linear-48b", 48.75, 3.11)])
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("small", 0.0587, 0.0421),
+        ("1b", 1.116, 0.488),
+        ("3b", 3.159, 1.133),
+        ("k3", 2778.3, 104.2),
+        ("kimi-linear-48b", 48.75, 3.11),
+    ],
+)
 def test_policy_presets_have_the_stated_size(name: str, total: float, active: float) -> None:
     """Billions of parameters without the embedding table; published for the last two."""
     fields = json.loads((PRESETS / "policy" / f"{name}.json").read_text())

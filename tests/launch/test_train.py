@@ -27,9 +27,18 @@ pytestmark = pytest.mark.usefixtures("ray_local")
 def base(checkpoint: Path) -> TrainConfig:
     """Four steps of four groups of eight."""
     return TrainConfig(
-        policy=str(checkpoint), context=32, steps=4, seed=3, groups_per_step=4, group_size=8,
-        env=EnvConfig(id="even-v0", plugins=(FAKES,)), eval_episodes=16, eval_every=2,
-        save_every=1, keep=2, rollout=RolloutConfig(max_turn_tokens=2),
+        policy=str(checkpoint),
+        context=32,
+        steps=4,
+        seed=3,
+        groups_per_step=4,
+        group_size=8,
+        env=EnvConfig(id="even-v0", plugins=(FAKES,)),
+        eval_episodes=16,
+        eval_every=2,
+        save_every=1,
+        keep=2,
+        rollout=RolloutConfig(max_turn_tokens=2),
         learner=LearnerConfig(lr=1e-3),
     )
 
@@ -112,9 +121,14 @@ def test_stopped_and_resumed_equals_one_go(finished: TrainConfig, tmp_path: Path
         assert [row.get(name) for row in parts] == [row.get(name) for row in whole], name
     assert weights(config) == weights(finished)
     played = [
-        [json.loads(line)["task"] for line in
-         (Path(c.output) / "rollouts" / f"step-{step}.jsonl").read_text().splitlines()]
-        for c in (finished, config) for step in (1, 2, 3, 4)
+        [
+            json.loads(line)["task"]
+            for line in (Path(c.output) / "rollouts" / f"step-{step}.jsonl")
+            .read_text()
+            .splitlines()
+        ]
+        for c in (finished, config)
+        for step in (1, 2, 3, 4)
     ]
     assert played[:4] == played[4:]
     assert len({task for tasks in played[:4] for task in tasks}) == 16
@@ -122,8 +136,12 @@ def test_stopped_and_resumed_equals_one_go(finished: TrainConfig, tmp_path: Path
 
 def test_two_actors_and_two_ranks_give_the_same_run(finished: TrainConfig, tmp_path: Path) -> None:
     config = replace(
-        finished, output=str(tmp_path / "two"), steps=2, eval_episodes=0,
-        rollout=replace(finished.rollout, actors=2), learner=replace(finished.learner, ranks=2),
+        finished,
+        output=str(tmp_path / "two"),
+        steps=2,
+        eval_episodes=0,
+        rollout=replace(finished.rollout, actors=2),
+        learner=replace(finished.learner, ranks=2),
     )
     assert train(config) == 0
     one, two = rows(finished)[1:3], rows(config)
@@ -136,8 +154,9 @@ def test_two_actors_and_two_ranks_give_the_same_run(finished: TrainConfig, tmp_p
 def test_ctrl_c_saves_and_says_how_to_go_on(
     finished: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = replace(finished, output=str(tmp_path / "stopped"), steps=500, save_every=0,
-                     eval_episodes=0)
+    config = replace(
+        finished, output=str(tmp_path / "stopped"), steps=500, save_every=0, eval_episodes=0
+    )
     metrics = Path(config.output) / "metrics.jsonl"
 
     def press() -> None:
@@ -167,8 +186,9 @@ def test_steps_without_reward_variance_are_skipped_and_counted(
     finished: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     env = EnvConfig(id="echo-v0", kwargs={"turns": 6})  # out of reach: every reward is 0
-    config = replace(finished, output=str(tmp_path / "flat"), env=env, context=64, steps=1,
-                     eval_episodes=0)
+    config = replace(
+        finished, output=str(tmp_path / "flat"), env=env, context=64, steps=1, eval_episodes=0
+    )
     assert train(config) == 0
     (row,) = rows(config)
     assert row["train/groups_without_variance"] == row["train/groups"] == 4
@@ -187,8 +207,9 @@ def test_evaluation_of_the_run(finished: TrainConfig) -> None:
 
 
 def test_stale_groups_within_bounds(finished: TrainConfig, tmp_path: Path) -> None:
-    config = replace(finished, output=str(tmp_path / "async"), steps=3, max_staleness=1,
-                     eval_episodes=0)
+    config = replace(
+        finished, output=str(tmp_path / "async"), steps=3, max_staleness=1, eval_episodes=0
+    )
     assert train(config) == 0
     assert [row["step"] for row in rows(config)] == [1, 2, 3]
     assert all(row["train/groups_stale"] == 0 for row in rows(config))

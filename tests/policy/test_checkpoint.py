@@ -70,8 +70,10 @@ def test_every_tensor_comes_back_bit_for_bit(folder: Path) -> None:
 def test_files_have_the_published_names_and_config(folder: Path) -> None:
     with safe_open(folder / "model.safetensors", "pt") as file:
         names = set(file.keys())
-        assert torch.equal(file.get_tensor(EXPERT),
-                           policy().state_dict()["model.layers.2.block_sparse_moe.experts.w2"][5])
+        assert torch.equal(
+            file.get_tensor(EXPERT),
+            policy().state_dict()["model.layers.2.block_sparse_moe.experts.w2"][5],
+        )
         assert file.get_tensor(BIAS).dtype == torch.float32
         assert list(file.get_tensor("model.layers.0.self_attn.q_conv1d.weight").shape)[1:] == [1, 4]
     assert not any(name.endswith(("experts.w1", "experts.w2", "experts.w3")) for name in names)
@@ -103,8 +105,9 @@ def test_an_update_after_saving_reaches_the_next_save(tmp_path: Path) -> None:
     assert not torch.equal(saved, policy().state_dict()[BIAS])
 
 
-def test_shards_and_streams_hold_the_same_tensors(tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_and_streams_hold_the_same_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 60_000)
     stream = iter(policy().state_dict().items())
     save_checkpoint(tmp_path / "p", stream, CONFIG, TOKENIZER, STAGE)
@@ -131,8 +134,9 @@ def test_published_variants_load(folder: Path) -> None:
 
     edit(folder, publish)
     fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k3",
-                                                    "text_config": fields}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "kimi_k3", "text_config": fields})
+    )
     found = load_checkpoint(folder).policy.state_dict()
     assert all(torch.equal(found[name], t) for name, t in policy().state_dict().items())
 
@@ -240,8 +244,9 @@ def test_killed_at_any_moment_only_whole_folders_are_seen(tmp_path: Path) -> Non
         if child == 0:
             try:
                 for number in range(1000):
-                    save_checkpoint(tmp_path / f"{attempt}-{number}", policy(), CONFIG, TOKENIZER,
-                                    STAGE)
+                    save_checkpoint(
+                        tmp_path / f"{attempt}-{number}", policy(), CONFIG, TOKENIZER, STAGE
+                    )
             finally:
                 os._exit(1)
         deadline = time.monotonic() + 30

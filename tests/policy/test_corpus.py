@@ -52,8 +52,12 @@ def test_demonstration_trains_on_what_a_policy_samples() -> None:
     chat = ChatFormat(TOKENIZER)
     ids, mask = demonstration(TwoTurns(), 1, chat)
     two = chat.render(Message("assistant", "two"))
-    assert ids.tolist() == [*chat.render(Message("user", " two")), *two,
-                            *chat.render(Message("tool", " two")), *two]
+    assert ids.tolist() == [
+        *chat.render(Message("user", " two")),
+        *two,
+        *chat.render(Message("tool", " two")),
+        *two,
+    ]
     # 5 tokens of the user, 3 of the assistant's header, then content and stop; twice.
     assert mask.tolist() == ([False] * 8 + [True] * 2) * 2
     assert ids.dtype == np.int32 and mask.dtype == np.bool_
@@ -74,8 +78,9 @@ def test_a_demonstration_longer_than_the_context_is_refused() -> None:
 
 
 def test_files_of_a_folder_follow_each_other_closed_by_eos(tmp_path: Path) -> None:
-    text = TextCorpus(folder(tmp_path, {f"{i}.txt": "one two\n" for i in range(3)}), TOKENIZER,
-                      "train")
+    text = TextCorpus(
+        folder(tmp_path, {f"{i}.txt": "one two\n" for i in range(3)}), TOKENIZER, "train"
+    )
     piece = text.piece(np.random.default_rng(0), 100)
     file = [*TOKENIZER.encode("one two\n"), END]
     # Of three files one is held out: from some line of one of the two to the folder's end.
@@ -84,11 +89,16 @@ def test_files_of_a_folder_follow_each_other_closed_by_eos(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("context", [8, 64, 200])
-def test_sequences_have_exactly_the_context_and_whole_episodes(tmp_path: Path,
-                                                               context: int) -> None:
+def test_sequences_have_exactly_the_context_and_whole_episodes(
+    tmp_path: Path, context: int
+) -> None:
     episode = np.full(8, 7, np.int32)
-    corpus = PackedCorpus(TextCorpus(folder(tmp_path, {"a.txt": "one two\n" * 99}), TOKENIZER,
-                                     "train"), lambda i: episode, 0.5, seed=3)
+    corpus = PackedCorpus(
+        TextCorpus(folder(tmp_path, {"a.txt": "one two\n" * 99}), TOKENIZER, "train"),
+        lambda i: episode,
+        0.5,
+        seed=3,
+    )
     shares = []
     for step in range(20):
         pieces = corpus.batch(step, context, sequences=4)
@@ -130,8 +140,10 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path) -> None:
 
 
 def test_only_text_files_are_read(tmp_path: Path) -> None:
-    path = folder(tmp_path, {"a.txt": "x", "b/c.md": "y", "empty": "", ".hidden": "z",
-                             "__pycache__/d.py": "w"})
+    path = folder(
+        tmp_path,
+        {"a.txt": "x", "b/c.md": "y", "empty": "", ".hidden": "z", "__pycache__/d.py": "w"},
+    )
     (tmp_path / "binary").write_bytes(b"a\0b")
     assert [file.name for file in text_files(path)] == ["a.txt", "c.md"]
     names = {file.name for file in text_files("stdlib")}
@@ -145,8 +157,12 @@ def test_a_folder_without_text_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_an_episode_beyond_the_stage_context_is_refused(tmp_path: Path) -> None:
-    corpus = PackedCorpus(TextCorpus(folder(tmp_path, {"a.txt": "one\n" * 9}), TOKENIZER, "train"),
-                          lambda i: np.zeros(33, np.int32), 0.5, seed=0)
+    corpus = PackedCorpus(
+        TextCorpus(folder(tmp_path, {"a.txt": "one\n" * 9}), TOKENIZER, "train"),
+        lambda i: np.zeros(33, np.int32),
+        0.5,
+        seed=0,
+    )
     with pytest.raises(UserError, match="33 tokens, more than the context of 32"):
         corpus.batch(0, 32, 1)
 

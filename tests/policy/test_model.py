@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from farhorizon.policy import DecodeState, Policy, PolicyConfig
 from farhorizon.policy.attention import GatedMLA
 from farhorizon.policy.packing import Packing
@@ -50,7 +51,9 @@ def test_pieces_with_carried_state_equal_one_pass(policy, cuts):
     whole = policy(ids).logits[0]
     state = DecodeState.empty(policy.config, 1, dtype=torch.float64)
     edges = [0, *cuts, 30]
-    pieces = [policy(ids[:, a:b], state=state).logits[0] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [
+        policy(ids[:, a:b], state=state).logits[0] for a, b in zip(edges, edges[1:], strict=False)
+    ]
     torch.testing.assert_close(torch.cat(pieces), whole, atol=1e-11, rtol=1e-9)
     assert state.lengths.tolist() == [30]
 
@@ -174,8 +177,14 @@ def test_labels_give_the_shifted_token_mean(policy):
     picked = logprobs.gather(-1, ids[0, 1:, None])[4:, 0]
     torch.testing.assert_close(policy(ids, labels=labels).loss, -picked.mean())
     packed = policy(ids, labels=labels, position_ids=torch.tensor([[*range(8), *range(12)]])).loss
-    parts = [policy(ids[:, a:b]).logits[0, :-1].float().log_softmax(-1)
-             .gather(-1, ids[0, a + 1 : b, None])[:, 0] for a, b in ((0, 8), (8, 20))]
+    parts = [
+        policy(ids[:, a:b])
+        .logits[0, :-1]
+        .float()
+        .log_softmax(-1)
+        .gather(-1, ids[0, a + 1 : b, None])[:, 0]
+        for a, b in ((0, 8), (8, 20))
+    ]
     torch.testing.assert_close(packed, -torch.cat([parts[0][4:], parts[1]]).mean())
 
 
@@ -197,7 +206,11 @@ def test_structure_follows_the_published_rules():
     kinds = [config.is_mla(i) for i in range(9)]
     assert kinds == [False, False, False, True] * 2 + [True]
     assert [config.is_dense(i) for i in range(3)] == [True, False, False]
-    for change in ({"moe_renormalize": False}, {"hidden_act": "relu"}, {"linear_attn_config": None}):
+    for change in (
+        {"moe_renormalize": False},
+        {"hidden_act": "relu"},
+        {"linear_attn_config": None},
+    ):
         with pytest.raises(Exception, match=next(iter(change))):
             PolicyConfig.tiny(**change)
 
@@ -224,4 +237,6 @@ def test_pretrained_round_trip_keeps_every_bit(tmp_path):
     again = Policy.from_pretrained(tmp_path)
     before, after = policy.state_dict(), again.state_dict()
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[k], after[k]) and before[k].dtype == after[k].dtype for k in before)
+    assert all(
+        torch.equal(before[k], after[k]) and before[k].dtype == after[k].dtype for k in before
+    )

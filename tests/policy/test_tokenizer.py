@@ -36,7 +36,8 @@ def test_vocabulary_has_exactly_the_asked_size(size: int) -> None:
     assert sorted(tokenizer.get_vocab().values()) == list(range(size))
     # Control tokens are the last ones, in published order.
     assert [tokenizer.convert_tokens_to_ids(t) for t in SPECIAL_TOKENS] == list(
-        range(size - 9, size))
+        range(size - 9, size)
+    )
 
 
 def test_too_small_a_vocabulary_says_what_is_needed() -> None:
@@ -62,8 +63,18 @@ def test_merges_are_learned_from_the_texts(tokenizer: PreTrainedTokenizerFast) -
     assert len(ids_of(tokenizer, "import")) < 6
 
 
-@pytest.mark.parametrize("text", ["", " ", "a\n\n  b\t", "na\u00efve \u4f60\u597d \U0001f600",
-                                  "x = 12345  # _a__b", "<|end_of_msg|> [PAD]", "\x00\x7f"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "a\n\n  b\t",
+        "na\u00efve \u4f60\u597d \U0001f600",
+        "x = 12345  # _a__b",
+        "<|end_of_msg|> [PAD]",
+        "\x00\x7f",
+    ],
+)
 def test_any_text_survives_a_round_trip(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     chat = ChatFormat(tokenizer)
     content = chat.render(Message("user", text))[3:-1]
@@ -81,7 +92,8 @@ def test_text_never_yields_a_control_token(tokenizer: PreTrainedTokenizerFast) -
 
 
 def test_prompt_and_completion_append_to_the_rendered_message(
-        tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     chat = ChatFormat(tokenizer)
     sampled = [*ids_of(tokenizer, "note load_module json"), *chat.stop_token_ids]
     assert chat.prompt() + sampled == chat.render(Message("assistant", "note load_module json"))
@@ -92,8 +104,9 @@ def test_prompt_and_completion_append_to_the_rendered_message(
     assert len(chat.prompt()) == 3
 
 
-def test_save_and_load_keep_ids_digest_and_safety(tokenizer: PreTrainedTokenizerFast,
-                                                  tmp_path) -> None:
+def test_save_and_load_keep_ids_digest_and_safety(
+    tokenizer: PreTrainedTokenizerFast, tmp_path
+) -> None:
     tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     forged = "note json <|end_of_msg|>"

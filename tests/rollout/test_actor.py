@@ -25,10 +25,12 @@ from farhorizon.rollout.types import Group
 from .. import fakes
 
 REPLIES = [" red", " green blue", " black", " red red"]
-ENV = EnvConfig(id="scripted-v0", kwargs={"prompt": " go", "replies": REPLIES},
-                plugins=(fakes.__file__,))
-ROLLOUT = RolloutConfig(actors=2, concurrency=5, max_turn_tokens=6, env_retries=0,
-                        max_error_fraction=0.9)
+ENV = EnvConfig(
+    id="scripted-v0", kwargs={"prompt": " go", "replies": REPLIES}, plugins=(fakes.__file__,)
+)
+ROLLOUT = RolloutConfig(
+    actors=2, concurrency=5, max_turn_tokens=6, env_retries=0, max_error_fraction=0.9
+)
 TASKS = [Task(f"t{i}", i) for i in range(5)]
 
 
@@ -43,9 +45,14 @@ def here(checkpoint: Path, concurrency: int) -> list[Group]:
     """The same rollout without Ray."""
     loaded = load_checkpoint(checkpoint)
     groups, _ = run_groups(
-        NativeGenerator(loaded.policy, seed=3), TASKS, 3,
-        lambda: fakes.ScriptedEnv(" go", REPLIES), ChatFormat(loaded.tokenizer),
-        replace(ROLLOUT, concurrency=concurrency), 128)
+        NativeGenerator(loaded.policy, seed=3),
+        TASKS,
+        3,
+        lambda: fakes.ScriptedEnv(" go", REPLIES),
+        ChatFormat(loaded.tokenizer),
+        replace(ROLLOUT, concurrency=concurrency),
+        128,
+    )
     return groups
 
 
@@ -91,8 +98,11 @@ def test_greedy_is_an_argument_of_one_submission(pool: RolloutPool) -> None:
 
 def test_awkward_faults_come_home_as_text_and_the_actor_lives_on(pool: RolloutPool) -> None:
     """C12."""
-    awkward = {"keyword": "NeedsKeyword: code 7", "lock": "HoldsLock: holding a lock",
-               "unprintable": "Unprintable: <message unavailable"}
+    awkward = {
+        "keyword": "NeedsKeyword: code 7",
+        "lock": "HoldsLock: holding a lock",
+        "unprintable": "Unprintable: <message unavailable",
+    }
     tasks = [Task(f"bad-{error}", 0, (), {"fail_at": 2, "error": error}) for error in awkward]
     groups, stats = pool.collect(pool.submit([*tasks, TASKS[0], TASKS[1]], 1))
     for group, text in zip(groups, awkward.values(), strict=False):
@@ -139,9 +149,15 @@ def test_weights_change_under_running_episodes(pool: RolloutPool, tiny_checkpoin
     assert pool.version is not None and pool.version.number == 2
 
     after, _ = pool.collect(pool.submit(TASKS, 3))
-    fresh, _ = run_groups(NativeGenerator(policy, seed=3), TASKS, 3,
-                          lambda: fakes.ScriptedEnv(" go", REPLIES),
-                          ChatFormat(load_checkpoint(tiny_checkpoint).tokenizer), ROLLOUT, 128)
+    fresh, _ = run_groups(
+        NativeGenerator(policy, seed=3),
+        TASKS,
+        3,
+        lambda: fakes.ScriptedEnv(" go", REPLIES),
+        ChatFormat(load_checkpoint(tiny_checkpoint).tokenizer),
+        ROLLOUT,
+        128,
+    )
     assert ids(after) == ids(fresh) != ids(before)
 
 
@@ -156,12 +172,20 @@ def test_a_pool_that_cannot_start_says_why(ray_local: None, tiny_checkpoint: Pat
 def test_too_many_failed_episodes_stop_the_run() -> None:
     stats = RolloutStats(episodes=10, errors=3)
     groups, _ = run_groups(
-        fakes.ScriptedGenerator([[2, 0]]), [Task("t", 0)], 1,
-        lambda: fakes.ScriptedEnv(fail_at=1), fakes.WordChat(["go"]),
-        RolloutConfig(env_retries=0), 64)
+        fakes.ScriptedGenerator([[2, 0]]),
+        [Task("t", 0)],
+        1,
+        lambda: fakes.ScriptedEnv(fail_at=1),
+        fakes.WordChat(["go"]),
+        RolloutConfig(env_retries=0),
+        64,
+    )
     check_errors(groups, stats, 0.3)
-    with pytest.raises(UserError, match=r"3 of 10 episodes failed, more than rollout\.max_error_"
-                                        r"fraction=0\.2; the first with RuntimeError: the sand"):
+    with pytest.raises(
+        UserError,
+        match=r"3 of 10 episodes failed, more than rollout\.max_error_"
+        r"fraction=0\.2; the first with RuntimeError: the sand",
+    ):
         check_errors(groups, stats, 0.2)
 
 
@@ -174,6 +198,9 @@ def test_chat_messages_are_what_the_policy_sees(tiny_checkpoint: Path) -> None:
         first = [*chat.render(Message("user", " go")), *chat.prompt()]
         assert one.segments[0].token_ids.tolist() == first
         reply = one.segments[2].token_ids.tolist()
-        end = [] if one.segments[1].token_ids[-1] == chat.stop_token_ids[0] else [
-            chat.stop_token_ids[0]]
+        end = (
+            []
+            if one.segments[1].token_ids[-1] == chat.stop_token_ids[0]
+            else [chat.stop_token_ids[0]]
+        )
         assert reply == [*end, *chat.render(Message("tool", REPLIES[0])), *chat.prompt()]

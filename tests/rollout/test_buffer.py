@@ -13,12 +13,19 @@ from farhorizon.rollout.types import Group, Segment, Trajectory
 def group(name: str, *versions: list[int]) -> Group:
     def play(sibling: int, made_by: list[int]) -> Trajectory:
         count = len(made_by)
-        given = Segment(np.zeros(2, np.int32), False, np.zeros(0, np.float32),
-                        np.zeros(0, np.int32))
-        sampled = Segment(np.zeros(count, np.int32), True, np.zeros(count, np.float32),
-                          np.array(made_by, np.int32))
-        return Trajectory(name, sibling, (given, sampled), (1.0,), 1.0, True,
-                          StopReason.TERMINATED, 1)
+        given = Segment(
+            np.zeros(2, np.int32), False, np.zeros(0, np.float32), np.zeros(0, np.int32)
+        )
+        sampled = Segment(
+            np.zeros(count, np.int32),
+            True,
+            np.zeros(count, np.float32),
+            np.array(made_by, np.int32),
+        )
+        return Trajectory(
+            name, sibling, (given, sampled), (1.0,), 1.0, True, StopReason.TERMINATED, 1
+        )
+
     return Group(name, tuple(play(i, v) for i, v in enumerate(versions)))
 
 

@@ -25,8 +25,13 @@ GO, HE, LLO, HELLO, TOOL, X = range(2, 8)
 
 
 def play(
-    turns: Sequence[Sequence[int]], env: Callable[[], ScriptedEnv], *, context: int = 64,
-    size: int = 1, retries: int = 0, **config: Any,
+    turns: Sequence[Sequence[int]],
+    env: Callable[[], ScriptedEnv],
+    *,
+    context: int = 64,
+    size: int = 1,
+    retries: int = 0,
+    **config: Any,
 ) -> tuple[list[Trajectory], RolloutStats, ScriptedGenerator]:
     generator = ScriptedGenerator(turns)
     rollout = RolloutConfig(env_retries=retries, **config)
@@ -48,8 +53,10 @@ def test_sampled_ids_are_never_encoded_again() -> None:
 
 
 def test_other_tool_text_changes_no_mask() -> None:
-    masks = [play([[HE, 0]] * 2, lambda word=word: ScriptedEnv(replies=[word]))[0][0].loss_mask
-             for word in ("tool", "x")]
+    masks = [
+        play([[HE, 0]] * 2, lambda word=word: ScriptedEnv(replies=[word]))[0][0].loss_mask
+        for word in ("tool", "x")
+    ]
     assert masks[0].tolist() == masks[1].tolist()
 
 
@@ -140,8 +147,9 @@ def test_one_failing_member_leaves_the_others_alone() -> None:
 
 @pytest.mark.parametrize("fail_at", [0, 2])
 def test_a_fault_is_retried_with_a_fresh_environment(fail_at: int) -> None:
-    (one,), stats, _ = play([[HE, 0]] * 3, Tries([0], replies=["x"] * 2, fail_at=fail_at),
-                            retries=1)
+    (one,), stats, _ = play(
+        [[HE, 0]] * 3, Tries([0], replies=["x"] * 2, fail_at=fail_at), retries=1
+    )
     assert one.reward == 1.0 and one.turns == 3 and one.error is None
     assert (stats.env_errors, stats.errors) == (1, 0)
     assert ScriptedEnv.closed == ScriptedEnv.built == 2
@@ -156,12 +164,15 @@ def test_a_failing_constructor_is_a_fault_too() -> None:
     assert stats.env_errors == 2 and generator.requests == []
 
 
-@pytest.mark.parametrize(("error", "name", "text"), [
-    ("keyword", "NeedsKeyword", "code 7"),
-    ("lock", "HoldsLock", "holding a lock"),
-    ("unprintable", "Unprintable", "message unavailable"),
-    ("exit", "SystemExit", "3"),
-])
+@pytest.mark.parametrize(
+    ("error", "name", "text"),
+    [
+        ("keyword", "NeedsKeyword", "code 7"),
+        ("lock", "HoldsLock", "holding a lock"),
+        ("unprintable", "Unprintable", "message unavailable"),
+        ("exit", "SystemExit", "3"),
+    ],
+)
 def test_awkward_exceptions_become_text(error: str, name: str, text: str) -> None:
     """C12."""
     (one,), _, _ = play([[HE, 0]] * 2, lambda: ScriptedEnv(fail_at=1, error=error))
@@ -211,9 +222,16 @@ def test_what_calls_learned_outlives_a_rollout() -> None:
     calls = EnvCalls(threads=4)
 
     def again() -> RolloutStats:
-        return run_groups(ScriptedGenerator([[HE, 0]]), [Task("t", 0)], 4,
-                          lambda: ScriptedEnv(delay=0.08), CHAT, RolloutConfig(), 64,
-                          calls=calls)[1]
+        return run_groups(
+            ScriptedGenerator([[HE, 0]]),
+            [Task("t", 0)],
+            4,
+            lambda: ScriptedEnv(delay=0.08),
+            CHAT,
+            RolloutConfig(),
+            64,
+            calls=calls,
+        )[1]
 
     again()
     stats = again()
@@ -243,8 +261,9 @@ def test_groups_keep_to_the_concurrency_and_the_order_of_tasks() -> None:
         return step()
 
     generator.step = watched  # type: ignore[method-assign]
-    groups, stats = run_groups(generator, tasks, 4, ScriptedEnv, CHAT,
-                               RolloutConfig(concurrency=6), 64)
+    groups, stats = run_groups(
+        generator, tasks, 4, ScriptedEnv, CHAT, RolloutConfig(concurrency=6), 64
+    )
     assert [g.task_id for g in groups] == ["t3", "t1", "t2"]
     assert all([t.sibling for t in g.trajectories] == [0, 1, 2, 3] for g in groups)
     assert open_now == [4, 4, 4] and stats.episodes == 12
@@ -253,7 +272,15 @@ def test_groups_keep_to_the_concurrency_and_the_order_of_tasks() -> None:
 def test_visible_context_shows_only_the_last_tokens() -> None:
     generator = ScriptedGenerator([[HE, 0]])
     groups: list[Group]
-    groups, _ = run_groups(generator, [Task("t", 0)], 1, lambda: ScriptedEnv(replies=["tool"] * 2),
-                           CHAT, RolloutConfig(), 64, visible_context=3)
+    groups, _ = run_groups(
+        generator,
+        [Task("t", 0)],
+        1,
+        lambda: ScriptedEnv(replies=["tool"] * 2),
+        CHAT,
+        RolloutConfig(),
+        64,
+        visible_context=3,
+    )
     assert [known for known, _ in generator.requests] == [[GO, 1], [0, TOOL, 1], [0, TOOL, 1]]
     assert len(groups[0].trajectories[0].token_ids) == 12

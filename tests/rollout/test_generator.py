@@ -25,24 +25,29 @@ def policy() -> Policy:
     return Policy(PolicyConfig.tiny(vocab_size=24, hidden_size=32, num_hidden_layers=2))
 
 
-def alone(policy: Policy, ids: Sequence[int], key: int,
-          params: SamplingParams) -> tuple[list[int], list[float]]:
+def alone(
+    policy: Policy, ids: Sequence[int], key: int, params: SamplingParams
+) -> tuple[list[int], list[float]]:
     """The same completion by running the whole sequence again for every token."""
     known, logprobs = list(ids), []
     for _ in range(params.max_tokens):
         with torch.inference_mode():
             logits = policy(torch.tensor([known]), last_only=True).logits
-        token, logprob = sample(logits, params.temperature, np.array([key], np.uint64),
-                                np.array([len(known)]))
+        token, logprob = sample(
+            logits, params.temperature, np.array([key], np.uint64), np.array([len(known)])
+        )
         known.append(int(token[0]))
         logprobs.append(float(logprob[0]))
         if known[-1] in params.stop_token_ids:
             break
-    return known[len(ids):], logprobs
+    return known[len(ids) :], logprobs
 
 
 def converse(
-    generator: NativeGenerator, prompts: Sequence[np.ndarray], siblings: int, turns: int,
+    generator: NativeGenerator,
+    prompts: Sequence[np.ndarray],
+    siblings: int,
+    turns: int,
     check: Callable[[list[int], int, Completion], None],
 ) -> dict[int, list[int]]:
     """Talk to all prompts at once; returns all ids by key."""

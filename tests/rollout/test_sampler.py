@@ -8,8 +8,7 @@ from farhorizon.rollout.sampler import sample, stream_key, uniforms
 
 
 def _rows(logits: list[float], count: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-    return (torch.tensor([logits]).repeat(count, 1), np.full(count, 7, np.uint64),
-            np.arange(count))
+    return (torch.tensor([logits]).repeat(count, 1), np.full(count, 7, np.uint64), np.arange(count))
 
 
 def test_uniforms_are_splitmix64() -> None:
@@ -20,8 +19,12 @@ def test_uniforms_are_splitmix64() -> None:
 
 
 def test_stream_keys_differ_in_every_part() -> None:
-    keys = {stream_key(seed, task, sibling) for seed in (0, 1) for task in ("a", "a1")
-            for sibling in (0, 1, 11)}
+    keys = {
+        stream_key(seed, task, sibling)
+        for seed in (0, 1)
+        for task in ("a", "a1")
+        for sibling in (0, 1, 11)
+    }
     assert len(keys) == 12
     assert stream_key(3, "echo/train/5", 2) == 6195212634810374758
 
@@ -58,7 +61,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     tokens, logprobs = sample(logits, heat, keys, positions)
     order = np.random.default_rng(1).permutation(17)
     for i in order:
-        one = sample(logits[i:i + 1], float(heat[i]), keys[i:i + 1], positions[i:i + 1])
+        one = sample(logits[i : i + 1], float(heat[i]), keys[i : i + 1], positions[i : i + 1])
         assert one[0][0] == tokens[i] and one[1][0] == logprobs[i]
 
 

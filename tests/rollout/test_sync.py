@@ -26,8 +26,14 @@ CONFIG = PolicyConfig.tiny(vocab_size=24, hidden_size=32, num_hidden_layers=4)
 QUERY = "model.layers.0.mlp_res_proj.weight"
 THRESHOLD = "model.layers.1.block_sparse_moe.gate.e_score_correction_bias"
 # One of each kind that other systems are known to lose.
-KINDS = [THRESHOLD, QUERY, "model.layers.1.self_attn.A_log", "model.layers.1.self_attn.dt_bias",
-         "model.layers.1.self_attn.q_conv1d.weight", "lm_head.weight"]
+KINDS = [
+    THRESHOLD,
+    QUERY,
+    "model.layers.1.self_attn.A_log",
+    "model.layers.1.self_attn.dt_bias",
+    "model.layers.1.self_attn.q_conv1d.weight",
+    "lm_head.weight",
+]
 
 
 def make(seed: int) -> Policy:
@@ -90,21 +96,28 @@ def test_thresholds_that_arrive_change_the_routing() -> None:
 
 def drop_from_manifest(p: Publication) -> Publication:
     keep = [i for i, name in enumerate(p.manifest.names) if name != THRESHOLD]
-    return replace(p, manifest=WeightManifest(tuple(p.manifest.specs[i] for i in keep)),
-                   digests=tuple(p.digests[i] for i in keep))
+    return replace(
+        p,
+        manifest=WeightManifest(tuple(p.manifest.specs[i] for i in keep)),
+        digests=tuple(p.digests[i] for i in keep),
+    )
 
 
 def add_to_manifest(p: Publication) -> Publication:
     extra = TensorSpec("model.extra.weight", (2,), "float32")
-    return replace(p, manifest=WeightManifest((*p.manifest.specs, extra)),
-                   digests=(*p.digests, "0" * 32))
+    return replace(
+        p, manifest=WeightManifest((*p.manifest.specs, extra)), digests=(*p.digests, "0" * 32)
+    )
 
 
 def change_spec(**change: object) -> Callable[[Publication], Publication]:
     def apply(p: Publication) -> Publication:
-        specs = tuple(replace(s, **change) if s.name == QUERY else s  # type: ignore[arg-type]
-                      for s in p.manifest.specs)
+        specs = tuple(
+            replace(s, **change) if s.name == QUERY else s  # type: ignore[arg-type]
+            for s in p.manifest.specs
+        )
         return replace(p, manifest=WeightManifest(specs))
+
     return apply
 
 
@@ -147,21 +160,24 @@ def wrong_canary(p: Publication) -> Publication:
     return replace(p, canary_logprobs=logprobs)
 
 
-@pytest.mark.parametrize(("fault", "named"), [
-    (drop_from_manifest, THRESHOLD),
-    (add_to_manifest, "model.extra.weight"),
-    (change_spec(dtype="bfloat16"), QUERY),
-    (change_spec(shape=(32, 1)), QUERY),
-    (lose_bucket, "no bucket held it"),
-    (flip_byte, QUERY),
-    (swap_tensors, QUERY),
-    (keep_stale, QUERY),
-    (cut_bucket, "lm_head.weight"),
-    (wrong_canary, "canary token 8: log-prob off by 2.0"),
-    (lambda p: replace(p, canary_logprobs=np.full(23, np.nan, np.float32)), "canary token 1"),
-    (lambda p: replace(p, version=replace(p.version, digest="0" * 32)), "whole policy"),
-    (lambda p: replace(p, digests=p.digests[:-1]), "digests for"),
-])
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (drop_from_manifest, THRESHOLD),
+        (add_to_manifest, "model.extra.weight"),
+        (change_spec(dtype="bfloat16"), QUERY),
+        (change_spec(shape=(32, 1)), QUERY),
+        (lose_bucket, "no bucket held it"),
+        (flip_byte, QUERY),
+        (swap_tensors, QUERY),
+        (keep_stale, QUERY),
+        (cut_bucket, "lm_head.weight"),
+        (wrong_canary, "canary token 8: log-prob off by 2.0"),
+        (lambda p: replace(p, canary_logprobs=np.full(23, np.nan, np.float32)), "canary token 1"),
+        (lambda p: replace(p, version=replace(p.version, digest="0" * 32)), "whole policy"),
+        (lambda p: replace(p, digests=p.digests[:-1]), "digests for"),
+    ],
+)
 def test_a_faulty_publication_is_refused_by_name(
     fault: Callable[[Publication], Publication], named: str
 ) -> None:
