@@ -13,7 +13,7 @@ from ..configs.errors import UserError
 from ..configs.load import load_config, override_config
 from ..configs.schema import EnvConfig, EvalConfig, TrainConfig
 from ..envs.registry import tasks
-from ..policy.checkpoint import check_context, read_stage
+from ..policy.records import check_context, read_stage
 from ..policy.tokenizer import load_tokenizer
 from ..rollout.actor import RolloutPool
 from ..rollout.types import Group

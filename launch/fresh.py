@@ -14,8 +14,9 @@ from ..configs.schema import EnvConfig, StageConfig
 from ..envs.base import MessageEnv
 from ..envs.registry import make_config, tasks
 from ..policy import Policy, PolicyConfig
-from ..policy.checkpoint import StageRecord, save_checkpoint
+from ..policy.checkpoint import save_checkpoint
 from ..policy.corpus import expert_messages, sample_texts
+from ..policy.records import StageRecord
 from ..policy.tokenizer import (
     frequent_words,
     text_token_room,

@@ -9,7 +9,8 @@ from ..configs.schema import PlayConfig
 from ..envs.base import MessageEnv
 from ..envs.registry import make_config, tasks
 from ..envs.types import Task
-from ..policy.checkpoint import check_context, load_checkpoint
+from ..policy.checkpoint import load_checkpoint
+from ..policy.records import check_context
 from ..policy.tokenizer import ChatFormat
 from ..rollout.episode import run_groups
 from ..rollout.generator import NativeGenerator

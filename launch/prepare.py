@@ -13,7 +13,7 @@ from ..configs.errors import UserError
 from ..configs.load import dump_config, load_config
 from ..configs.schema import EnvConfig, RolloutConfig, TrainConfig
 from ..envs.registry import make_config, tasks
-from ..policy.checkpoint import StageRecord, check_context, read_config, read_stage
+from ..policy.records import StageRecord, check_context, read_config, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
 from . import checkpoints
 from .checkpoints import Found, RunState

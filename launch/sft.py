@@ -12,14 +12,9 @@ import torch
 from ..configs.errors import UserError
 from ..configs.schema import SftConfig
 from ..envs.registry import tasks
-from ..policy.checkpoint import (
-    StageRecord,
-    check_context,
-    check_replaceable,
-    load_checkpoint,
-    save_checkpoint,
-)
+from ..policy.checkpoint import check_replaceable, load_checkpoint, save_checkpoint
 from ..policy.corpus import Demonstration, demonstration
+from ..policy.records import StageRecord, check_context
 from ..policy.tokenizer import ChatFormat, tokenizer_sha256
 from ..rl.sft import SftStep, train_on_demonstrations
 from .fresh import expert_env

@@ -22,8 +22,8 @@ import numpy as np
 from ..configs.errors import UserError
 from ..configs.schema import AlgorithmConfig, Stage, StageConfig, SyncConfig
 from ..envs.registry import tasks
-from ..policy.checkpoint import StageRecord, read_stage
 from ..policy.corpus import PackedCorpus, Split, TextCorpus, cut, demonstration
+from ..policy.records import StageRecord, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..rl.actor import LearnerGroup
 from .cluster import cluster

@@ -19,8 +19,7 @@ from ..rl.actor import LearnerGroup
 from ..rl.types import UpdateResult
 from ..rollout.actor import RolloutPool
 from ..rollout.buffer import GroupBuffer
-from ..rollout.episode import RolloutStats
-from ..rollout.types import Group
+from ..rollout.types import Group, RolloutStats
 from . import checkpoints
 from .cluster import cluster
 from .evaluate import measure

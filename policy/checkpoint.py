@@ -11,7 +11,6 @@ a threshold that is missing is an error, never zeros.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -30,53 +29,28 @@ from transformers import PreTrainedTokenizerFast
 from ..configs.errors import UserError
 from .config import PolicyConfig
 from .model import Policy
+from .records import (
+    STAGE_FILE,
+    StageRecord,
+    listed,
+    one_line,
+    read_config,
+    read_json,
+    read_stage,
+    write_json,
+)
 from .tokenizer import END_OF_MESSAGE, load_tokenizer, tokenizer_sha256
 
 SHARD_BYTES = 4 * 10**9
 INDEX_FILE = "model.safetensors.index.json"
-STAGE_FILE = "stage.json"
 ARCHITECTURE = "KimiLinearForCausalLM"
 
-# Without these a file would silently get the size of another policy.
-_REQUIRED_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "rms_norm_eps",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "num_experts",
-    "num_experts_per_token",
-    "moe_intermediate_size",
-    "linear_attn_config",
-    "max_position_embeddings",
-)
 Weights = Policy | Mapping[str, Tensor] | Iterator[tuple[str, Tensor]]
 
 _FUSED = re.compile(r"(.+\.block_sparse_moe\.experts)\.(w[123])")
 _THRESHOLD = ".gate.e_score_correction_bias"
 _PREFIX = "language_model."  # published checkpoints with a vision tower
 _IGNORED = ("vision_tower.", "mm_projector.")
-
-
-@dataclass(frozen=True, slots=True)
-class StageRecord:
-    """What a policy has been trained for: ``stage.json``.
-
-    ``context`` is the longest sequence in tokens it may be run on, ``stages`` the contexts it
-    went through, ``parent`` the folder it was made from. Example: ``StageRecord(65536, (8192,
-    65536), 2_000_000, "0b1c...", "runs/stage")``.
-    """
-
-    context: int
-    stages: tuple[int, ...]
-    tokens_seen: int
-    tokenizer_sha256: str
-    parent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +91,8 @@ def save_checkpoint(
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.backend_tokenizer.token_to_id(END_OF_MESSAGE),
     }
-    _write_json(temporary / "config.json", fields)
-    _write_json(temporary / STAGE_FILE, asdict(stage))
+    write_json(temporary / "config.json", fields)
+    write_json(temporary / STAGE_FILE, asdict(stage))
     for file in temporary.iterdir():
         _flush(file)
     _flush(temporary)
@@ -172,7 +146,7 @@ def save_policy(folder: str | Path, policy: Policy) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = _write_weights(folder, policy, policy.config)
-    _write_json(
+    write_json(
         folder / "config.json",
         policy.config.to_dict()
         | {"architectures": [ARCHITECTURE], "dtype": str(dtype).removeprefix("torch.")},
@@ -187,56 +161,6 @@ def check_replaceable(folder: Path) -> None:
         and (not folder.is_dir() or any(folder.iterdir()))
     ):
         raise UserError(f"output {folder}: exists and is no checkpoint; choose another output")
-
-
-def read_config(folder: str | Path) -> PolicyConfig:
-    """The configuration of a checkpoint folder; a field that sizes the policy must be there."""
-    file = Path(folder) / "config.json"
-    if not Path(folder).is_dir():
-        raise UserError(f"{folder}: no such checkpoint folder")
-    fields = _read_json(file)
-    fields = fields.get("text_config", fields)
-    if "quantization_config" in fields:
-        raise UserError(f"{file}: quantised weights are not supported; convert them to bfloat16")
-    missing = [name for name in _REQUIRED_FIELDS if fields.get(name) is None]
-    if missing:
-        raise UserError(f"{file}: missing {_listed(missing)}")
-    try:
-        return PolicyConfig.from_dict(fields)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file}: {_one_line(error)}") from None
-
-
-def read_stage(folder: str | Path) -> StageRecord:
-    """``stage.json``; where it is absent, ``max_position_embeddings`` is the trained context."""
-    file = Path(folder) / STAGE_FILE
-    if not file.is_file():
-        return StageRecord(read_config(folder).max_position_embeddings, (), 0, "")
-    fields = _read_json(file)
-    missing = {"context", "stages", "tokens_seen", "tokenizer_sha256", "parent"} - fields.keys()
-    if missing:
-        raise UserError(f"{file}: missing {_listed(sorted(missing))}")
-    try:
-        return StageRecord(
-            int(fields["context"]),
-            tuple(int(c) for c in fields["stages"]),
-            int(fields["tokens_seen"]),
-            str(fields["tokenizer_sha256"]),
-            fields["parent"],
-        )
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{file}: {_one_line(error)}") from None
-
-
-def check_context(folder: str | Path, context: int, allow_longer: bool) -> None:
-    """Refuse to run a checkpoint on more tokens than it was trained for."""
-    trained = read_stage(folder).context
-    if context > trained and not allow_longer:
-        raise UserError(
-            f"context={context} is longer than the {trained} tokens that {folder} was "
-            "trained for; lower it, train a longer stage, or, in train and eval, set "
-            "allow_longer_context=true"
-        )
 
 
 def file_names(name: str, shape: Iterable[int]) -> list[str]:
@@ -274,7 +198,7 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig) -> torc
             size += part.nbytes
             total += part.nbytes
     if expected:
-        raise ValueError(f"checkpoint: tensors missing: {_listed(sorted(expected))}")
+        raise ValueError(f"checkpoint: tensors missing: {listed(sorted(expected))}")
     shards.append(_save_shard(folder, len(shards), shard))
     if len(shards) == 1:
         (folder / _part(0)).rename(folder / "model.safetensors")
@@ -284,7 +208,7 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig) -> torc
         final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / _part(number)).rename(folder / final)
         weight_map |= dict.fromkeys(names, final)
-    _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return dtype
 
 
@@ -324,7 +248,7 @@ def _read_weights(folder: Path, policy: Policy, dtype: torch.dtype) -> dict[str,
         extra = sorted(name for name in stored.keys() - wanted if not name.startswith(_IGNORED))
         if missing or extra:
             problems = [
-                f"tensors {kind}: {_listed(found)}"
+                f"tensors {kind}: {listed(found)}"
                 for kind, found in (("missing", missing), ("unknown", extra))
                 if found
             ]
@@ -340,14 +264,14 @@ def _read_weights(folder: Path, policy: Policy, dtype: torch.dtype) -> dict[str,
                 try:
                     value = _unpadded(part, file.get_tensor(stored_name), place.shape)
                 except SafetensorError as error:
-                    raise UserError(f"{folder}: {part}: {_one_line(error)}") from None
+                    raise UserError(f"{folder}: {part}: {one_line(error)}") from None
                 if value.shape != place.shape:
                     wrong.append(f"{part} {list(value.shape)} instead of {list(place.shape)}")
                 else:
                     place.copy_(value)
             weights[name] = target
     if wrong:
-        raise UserError(f"{folder}: tensors of the wrong shape: {_listed(wrong)}")
+        raise UserError(f"{folder}: tensors of the wrong shape: {listed(wrong)}")
     return weights
 
 
@@ -363,43 +287,27 @@ def _unpadded(name: str, value: Tensor, shape: torch.Size) -> Tensor:
 def _open_shards(folder: Path, stack: ExitStack) -> dict[str, tuple[Any, str]]:
     """The open file and stored name of every tensor, by its name without prefix."""
     index = folder / INDEX_FILE
-    listed: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     files = ["model.safetensors"]
     if index.is_file():
-        listed = _read_json(index).get("weight_map", {})
-        files = sorted(set(listed.values()))
+        weight_map = read_json(index).get("weight_map", {})
+        files = sorted(set(weight_map.values()))
         if not files or any(Path(name).name != name for name in files):
             raise UserError(f"{index}: weight_map does not name files of this folder")
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
-        raise UserError(f"{folder}: files missing: {_listed(absent)}")
+        raise UserError(f"{folder}: files missing: {listed(absent)}")
     stored: dict[str, tuple[Any, str]] = {}
     for name in files:
         try:
             file = stack.enter_context(safe_open(folder / name, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{folder / name}: damaged or truncated ({_one_line(error)})") from None
+            raise UserError(f"{folder / name}: damaged or truncated ({one_line(error)})") from None
         stored |= {key.removeprefix(_PREFIX): (file, key) for key in file.keys()}  # noqa: SIM118
-    lost = sorted({key.removeprefix(_PREFIX) for key in listed} - stored.keys())
+    lost = sorted({key.removeprefix(_PREFIX) for key in weight_map} - stored.keys())
     if lost:
-        raise UserError(f"{index}: tensors missing in the shards: {_listed(lost)}")
+        raise UserError(f"{index}: tensors missing in the shards: {listed(lost)}")
     return stored
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise UserError(f"{file.parent}: {file.name} is missing")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file}: not JSON ({_one_line(error)})") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: expected a JSON object")
-    return content
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _flush(path: Path) -> None:
@@ -408,12 +316,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _listed(names: list[str], limit: int = 6) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -314,7 +314,7 @@ class Policy(PreTrainedModel, GenerationMixin):
         return [count for router in self.routers() for count in router.counts()]
 
     def update_thresholds(self) -> list[float]:
-        """Solve for the next thresholds, in place; max / mean load per layer of what was counted."""
+        """Set the next thresholds in place; max / mean load per layer of what was counted."""
         return [router.update() for router in self.routers()]
 
     def clear_routing_counts(self) -> None:

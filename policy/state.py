@@ -12,8 +12,8 @@ from .config import PolicyConfig
 
 @dataclass(slots=True)
 class KdaState:
-    """``recurrent`` fp32 or wider [N, H, K, V] and ``conv`` [N, W - 1, 3 H K]: last inputs of the short
-    convolutions of q, k and v."""
+    """``recurrent`` fp32 or wider [N, H, K, V] and ``conv`` [N, W - 1, 3 H K], the last inputs of
+    the short convolutions of q, k and v."""
 
     recurrent: torch.Tensor
     conv: torch.Tensor

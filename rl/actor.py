@@ -17,8 +17,9 @@ from ray.exceptions import RayError, RayTaskError
 from transformers import PreTrainedTokenizerFast
 
 from ..configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
-from ..policy.checkpoint import StageRecord, load_checkpoint, save_checkpoint
+from ..policy.checkpoint import load_checkpoint, save_checkpoint
 from ..policy.config import PolicyConfig
+from ..policy.records import StageRecord
 from ..policy.weights import Publication
 from ..rollout.types import Group
 from . import batch, losses, resume

@@ -20,10 +20,10 @@ from ..policy.checkpoint import load_checkpoint
 from ..policy.tokenizer import ChatFormat
 from ..policy.weights import Bucket, PolicyVersion, Publication
 from .calls import EnvCalls
-from .episode import RolloutStats, run_groups
+from .episode import run_groups
 from .generator import NativeGenerator
 from .sync import WeightReceiver
-from .types import Group
+from .types import Group, RolloutStats
 
 _ACTOR_CPUS = 0.01  # threads are bounded by the config; any number of actors fits a laptop
 

@@ -6,12 +6,17 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import current_thread, main_thread
 from typing import Any
 
+import numpy as np
+
 from ..configs.errors import UserError
+from ..envs.base import MessageEnv
+from ..envs.types import Message, Task
 
 _SLOW_MEAN_S = 0.002  # a kind of call with a larger mean goes to the threads,
 _SLOW_TOTAL_S = 0.1  # once that has cost this much
@@ -126,3 +131,45 @@ class EnvCalls:
         seconds = time.perf_counter() - start
         self._done.put((tag, Outcome(value, fault, seconds)))
         return seconds
+
+
+def build(factory: Callable[[], MessageEnv], task: Task) -> tuple[MessageEnv, tuple[Message, ...]]:
+    """A fresh environment, reset for the task, and its opening messages."""
+    env = factory()
+    try:
+        messages, _ = env.reset(seed=task.seed, options={"task": task})
+        return env, _messages(messages)
+    except BaseException:
+        with suppress(Exception):
+            env.close()
+        raise
+
+
+def answer(env: MessageEnv, text: str) -> tuple[tuple[Message, ...], Any, bool, bool]:
+    """One step: new messages, the raw reward, terminated, truncated."""
+    messages, reward, terminated, truncated, _ = env.step(text)
+    return _messages(messages), reward, bool(terminated), bool(truncated)
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    messages = tuple(value)
+    for message in messages:
+        if not isinstance(message, Message):
+            raise TypeError(f"environments return Message objects, got {type(message).__name__}")
+    return messages
+
+
+def number(reward: Any, env: MessageEnv | None) -> float | None:
+    """The reward as a float, None if it is missing or not finite."""
+    if reward is None:
+        return None
+    try:
+        if isinstance(reward, str | bytes) or getattr(reward, "ndim", 0) != 0:
+            raise TypeError
+        value = float(reward)
+    except (TypeError, ValueError):
+        raise UserError(
+            f"environment {type(env).__name__}: the reward must be a number, got "
+            f"{reward!r} ({type(reward).__name__})"
+        ) from None
+    return value if np.isfinite(value) else None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -15,10 +15,18 @@ from ..configs.errors import UserError
 from ..configs.schema import RolloutConfig
 from ..envs.base import MessageEnv
 from ..envs.types import Message, StopReason, Task
-from .calls import EnvCalls, Fault, Outcome
-from .generator import Generator
+from .calls import EnvCalls, Fault, Outcome, answer, build, number
 from .sampler import stream_key
-from .types import Completion, FinishReason, Group, SamplingParams, Segment, Trajectory
+from .types import (
+    Completion,
+    FinishReason,
+    Generator,
+    Group,
+    RolloutStats,
+    SamplingParams,
+    Segment,
+    Trajectory,
+)
 
 _NO_LOGPROBS = np.zeros(0, np.float32)
 _NO_VERSIONS = np.zeros(0, np.int32)
@@ -35,35 +43,6 @@ class Chat(Protocol):
     def render_reply(self, messages: Iterable[Message]) -> list[int]: ...
 
     def text(self, sampled_ids: Sequence[int]) -> str: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutStats:
-    """What a rollout did; sums over episodes and actors, except ``seconds``, the longest."""
-
-    episodes: int = 0
-    errors: int = 0  # episodes that ended in an error
-    env_errors: int = 0  # faults of environments, those of tries that were repeated included
-    invalid_rewards: int = 0
-    turns: int = 0
-    sampled_tokens: int = 0
-    prompt_tokens: int = 0  # given tokens, counted for every sequence that has them
-    prefill_tokens: int = 0  # tokens that went through the policy in pieces of more than one
-    reused_tokens: int = 0  # prompt tokens whose state was copied from a sibling
-    steps: int = 0  # forward passes
-    policy_seconds: float = 0.0
-    env_seconds: float = 0.0  # over all threads
-    seconds: float = 0.0
-
-    @staticmethod
-    def merge(parts: Iterable[RolloutStats]) -> RolloutStats:
-        """The statistics of several actors that worked side by side."""
-        parts = list(parts)
-        total: dict[str, Any] = {
-            f.name: sum(getattr(p, f.name) for p in parts) for f in fields(RolloutStats)
-        }
-        total["seconds"] = max((p.seconds for p in parts), default=0.0)
-        return RolloutStats(**total)
 
 
 def run_groups(
@@ -195,7 +174,7 @@ class _Run:
         self.calls.submit(
             (partial(self._on_reset, wave), episode),
             "reset",
-            partial(_build, self.env_factory, episode.task),
+            partial(build, self.env_factory, episode.task),
         )
 
     def _on_reset(self, wave: _Wave, episode: _Episode, outcome: Outcome) -> None:
@@ -256,7 +235,7 @@ class _Run:
         self.calls.submit(
             (partial(self._on_answer, completion.finish), episode),
             "step",
-            partial(_answer, episode.env, text),
+            partial(answer, episode.env, text),
         )
 
     def _on_answer(self, finish: FinishReason, episode: _Episode, outcome: Outcome) -> None:
@@ -264,7 +243,7 @@ class _Run:
             self._fail(episode, outcome.fault)
             return
         messages, raw_reward, terminated, truncated = outcome.value
-        reward = _number(raw_reward, episode.env)
+        reward = number(raw_reward, episode.env)
         if reward is None:
             self.invalid_rewards += 1
             self._finish(
@@ -380,46 +359,6 @@ class _Run:
 def _counts(generator: Generator) -> dict[str, int]:
     counters = generator.counters
     return {f.name: getattr(counters, f.name) for f in fields(counters)}
-
-
-def _build(factory: Callable[[], MessageEnv], task: Task) -> tuple[MessageEnv, tuple[Message, ...]]:
-    env = factory()
-    try:
-        messages, _ = env.reset(seed=task.seed, options={"task": task})
-        return env, _messages(messages)
-    except BaseException:
-        with suppress(Exception):
-            env.close()
-        raise
-
-
-def _answer(env: MessageEnv, text: str) -> tuple[tuple[Message, ...], Any, bool, bool]:
-    messages, reward, terminated, truncated, _ = env.step(text)
-    return _messages(messages), reward, bool(terminated), bool(truncated)
-
-
-def _messages(value: Any) -> tuple[Message, ...]:
-    messages = tuple(value)
-    for message in messages:
-        if not isinstance(message, Message):
-            raise TypeError(f"environments return Message objects, got {type(message).__name__}")
-    return messages
-
-
-def _number(reward: Any, env: MessageEnv | None) -> float | None:
-    """The reward as a float, None if it is missing or not finite."""
-    if reward is None:
-        return None
-    try:
-        if isinstance(reward, str | bytes) or getattr(reward, "ndim", 0) != 0:
-            raise TypeError
-        value = float(reward)
-    except (TypeError, ValueError):
-        raise UserError(
-            f"environment {type(env).__name__}: the reward must be a number, got "
-            f"{reward!r} ({type(reward).__name__})"
-        ) from None
-    return value if np.isfinite(value) else None
 
 
 def _ignore(episode: _Episode, outcome: Outcome) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,62 +13,7 @@ from torch import Tensor
 
 from ..policy import DecodeState, Policy
 from .sampler import sample
-from .types import Completion, FinishReason, SamplingParams
-
-
-@dataclass(slots=True)
-class GeneratorCounters:
-    """Work done so far, in tokens and forward passes."""
-
-    prompt_tokens: int = 0  # given tokens, counted for every sequence that has them
-    prefill_tokens: int = 0  # given tokens that went through the policy
-    reused_tokens: int = 0  # prompt tokens whose state was copied from a sibling
-    sampled_tokens: int = 0
-    steps: int = 0
-
-
-class Generator(Protocol):
-    """What the episode loop needs: sequences that grow by given tokens and by sampled ones.
-
-    Ids of sessions are never used again. A request (`open` or `extend`) asks for one completion,
-    which a later `step` returns; between its completion and its next request a session waits.
-    """
-
-    seed: int
-    version: int
-    counters: GeneratorCounters
-
-    def open(
-        self,
-        prompt: np.ndarray,
-        keys: Sequence[int],
-        params: SamplingParams,
-        position: int | None = None,
-    ) -> list[int]:
-        """Start ``len(keys)`` sequences with one prompt; returns their session ids."""
-        ...
-
-    def extend(self, session: int, token_ids: np.ndarray, params: SamplingParams) -> None:
-        """Append given tokens to a waiting session and ask for its next completion."""
-        ...
-
-    def step(self) -> list[tuple[int, Completion]]:
-        """One forward pass for every session that does not wait; the completions that ended."""
-        ...
-
-    def close(self, session: int) -> None:
-        """Forget a waiting session."""
-        ...
-
-    def clear(self) -> None:
-        """Forget every session."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether any session has been asked for a completion."""
-        ...
-
+from .types import Completion, FinishReason, GeneratorCounters, SamplingParams
 
 PATIENCE = 8  # decode steps that a given piece may wait for others
 

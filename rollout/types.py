@@ -1,9 +1,12 @@
-"""Data that leaves the rollout: segments, completions, trajectories and groups of siblings."""
+"""What rollout exchanges: sampling requests and the generator that serves them, trajectories and
+groups of siblings, statistics."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -116,6 +119,89 @@ class Group:
 
     task_id: str
     trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutStats:
+    """What a rollout did; sums over episodes and actors, except ``seconds``, the longest."""
+
+    episodes: int = 0
+    errors: int = 0  # episodes that ended in an error
+    env_errors: int = 0  # faults of environments, those of tries that were repeated included
+    invalid_rewards: int = 0
+    turns: int = 0
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0  # given tokens, counted for every sequence that has them
+    prefill_tokens: int = 0  # tokens that went through the policy in pieces of more than one
+    reused_tokens: int = 0  # prompt tokens whose state was copied from a sibling
+    steps: int = 0  # forward passes
+    policy_seconds: float = 0.0
+    env_seconds: float = 0.0  # over all threads
+    seconds: float = 0.0
+
+    @staticmethod
+    def merge(parts: Iterable[RolloutStats]) -> RolloutStats:
+        """The statistics of several actors that worked side by side."""
+        parts = list(parts)
+        total: dict[str, Any] = {
+            f.name: sum(getattr(p, f.name) for p in parts) for f in fields(RolloutStats)
+        }
+        total["seconds"] = max((p.seconds for p in parts), default=0.0)
+        return RolloutStats(**total)
+
+
+@dataclass(slots=True)
+class GeneratorCounters:
+    """Work done so far, in tokens and forward passes."""
+
+    prompt_tokens: int = 0  # given tokens, counted for every sequence that has them
+    prefill_tokens: int = 0  # given tokens that went through the policy
+    reused_tokens: int = 0  # prompt tokens whose state was copied from a sibling
+    sampled_tokens: int = 0
+    steps: int = 0
+
+
+class Generator(Protocol):
+    """What the episode loop needs: sequences that grow by given tokens and by sampled ones.
+
+    Ids of sessions are never used again. A request (`open` or `extend`) asks for one completion,
+    which a later `step` returns; between its completion and its next request a session waits.
+    """
+
+    seed: int
+    version: int
+    counters: GeneratorCounters
+
+    def open(
+        self,
+        prompt: np.ndarray,
+        keys: Sequence[int],
+        params: SamplingParams,
+        position: int | None = None,
+    ) -> list[int]:
+        """Start ``len(keys)`` sequences with one prompt; returns their session ids."""
+        ...
+
+    def extend(self, session: int, token_ids: np.ndarray, params: SamplingParams) -> None:
+        """Append given tokens to a waiting session and ask for its next completion."""
+        ...
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """One forward pass for every session that does not wait; the completions that ended."""
+        ...
+
+    def close(self, session: int) -> None:
+        """Forget a waiting session."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every session."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether any session has been asked for a completion."""
+        ...
 
 
 def _cat(parts: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -24,7 +24,8 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from farhorizon.envs.echo import WORDS
     from farhorizon.policy import Policy, PolicyConfig
-    from farhorizon.policy.checkpoint import StageRecord, save_checkpoint
+    from farhorizon.policy.checkpoint import save_checkpoint
+    from farhorizon.policy.records import StageRecord
     from farhorizon.policy.tokenizer import tokenizer_sha256, train_tokenizer
 
     words = [f" {word}" for word in WORDS]

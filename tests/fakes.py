@@ -26,8 +26,7 @@ from farhorizon.policy.weights import (
     fill_buckets,
     policy_digest,
 )
-from farhorizon.rollout.generator import GeneratorCounters
-from farhorizon.rollout.types import Completion, FinishReason, SamplingParams
+from farhorizon.rollout.types import Completion, FinishReason, GeneratorCounters, SamplingParams
 
 
 class WordChat:

@@ -48,7 +48,7 @@ class _Mix(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(query, norm, *sources)
         ctx.eps = eps
-        _, _, weights, out = _mixture(query, norm, eps, sources)
+        out = _mixture(query, norm, eps, sources)[3]
         return out.to(sources[0].dtype)
 
     @staticmethod

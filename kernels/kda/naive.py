@@ -7,6 +7,8 @@ State S [K, V] per head, log decay g_t [K] in [lower_bound, 0], write strength b
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -88,11 +90,7 @@ def sequence_bounds(batch: int, length: int, cu_seqlens: torch.Tensor | None) ->
     if batch != 1:
         raise ValueError(f"cu_seqlens needs batch size 1, got {batch}")
     bounds = cu_seqlens.tolist()
-    if (
-        bounds[0] != 0
-        or bounds[-1] != length
-        or any(a > b for a, b in zip(bounds, bounds[1:], strict=False))
-    ):
+    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
         raise ValueError(f"cu_seqlens must rise from 0 to {length}, got {bounds}")
     return bounds
 
@@ -138,7 +136,7 @@ def naive_kda(
     bounds = sequence_bounds(batch, length, cu_seqlens)
     qf, kf, vf, gf, bf = (x.reshape(batch * length, heads, -1) for x in (qw, kw, vw, gw, bw))
     outputs, finals = [], []
-    for n, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
         if initial_state is None:
             state = qf.new_zeros(heads, width, vf.shape[-1])
         else:

@@ -23,9 +23,6 @@ def route(
     # a stable sort keeps equal scores in index order on every device; topk does not
     ranked, order = biased.sort(dim=-1, descending=True, stable=True)
     experts = order[:, :k]
-    if k < num_experts:
-        cutoff = ranked[:, k]
-    else:
-        cutoff = ranked.new_full((len(ranked),), -torch.inf)
+    cutoff = ranked[:, k] if k < num_experts else ranked.new_full((len(ranked),), -torch.inf)
     chosen = scores.gather(-1, experts)
     return experts, chosen / (chosen.sum(-1, keepdim=True) + 1e-20), cutoff

@@ -1,6 +1,8 @@
-"""KDA: the chunked and recurrent forms against the token recurrence, gates, states and gradients."""
+"""KDA: chunked and recurrent forms against the token recurrence; gates, states, gradients."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -130,7 +132,7 @@ def test_packed_equals_alone_and_order_does_not_matter(form):
         output_final_state=True,
         cu_seqlens=torch.tensor(edges),
     )
-    for n, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
+    for n, (a, b) in enumerate(itertools.pairwise(edges)):
         piece = {k: v[:, a:b] for k, v in data.items()}
         alone, end = form(
             **piece, **shared, **FLAGS, initial_state=state[n : n + 1], output_final_state=True

@@ -9,7 +9,8 @@ import torch
 
 from farhorizon.envs.echo import WORDS
 from farhorizon.policy import Policy, PolicyConfig
-from farhorizon.policy.checkpoint import StageRecord, save_checkpoint
+from farhorizon.policy.checkpoint import save_checkpoint
+from farhorizon.policy.records import StageRecord
 from farhorizon.policy.tokenizer import tokenizer_sha256, train_tokenizer
 
 

@@ -14,8 +14,9 @@ from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import EnvConfig, SftConfig
 from farhorizon.launch.sft import collect, run_sft
 from farhorizon.policy import Policy, PolicyConfig
-from farhorizon.policy.checkpoint import StageRecord, load_checkpoint, save_checkpoint
+from farhorizon.policy.checkpoint import load_checkpoint, save_checkpoint
 from farhorizon.policy.corpus import Demonstration, expert_messages
+from farhorizon.policy.records import StageRecord
 from farhorizon.policy.tokenizer import (
     ChatFormat,
     frequent_words,

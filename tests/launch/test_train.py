@@ -17,7 +17,8 @@ from farhorizon.configs.schema import EnvConfig, LearnerConfig, RolloutConfig, T
 from farhorizon.launch.checkpoints import newest, scan
 from farhorizon.launch.evaluate import evaluate
 from farhorizon.launch.train import train
-from farhorizon.policy.checkpoint import load_checkpoint, read_stage
+from farhorizon.policy.checkpoint import load_checkpoint
+from farhorizon.policy.records import read_stage
 
 FAKES = str(Path(__file__).parents[1] / "fakes.py")
 pytestmark = pytest.mark.usefixtures("ray_local")

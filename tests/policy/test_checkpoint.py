@@ -17,13 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from farhorizon.configs.errors import UserError
 from farhorizon.policy import Policy, PolicyConfig, checkpoint
-from farhorizon.policy.checkpoint import (
-    StageRecord,
-    check_context,
-    load_checkpoint,
-    read_stage,
-    save_checkpoint,
-)
+from farhorizon.policy.checkpoint import load_checkpoint, save_checkpoint
+from farhorizon.policy.records import StageRecord, check_context, read_stage
 from farhorizon.policy.tokenizer import tokenizer_sha256, train_tokenizer
 
 TOKENIZER = train_tokenizer(["one two\n"], 300)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -31,7 +33,7 @@ def tokens(count: int, seed: int = 0) -> torch.Tensor:
 def test_packed_equals_alone_and_nothing_leaks(policy):
     ids, edges = tokens(60), [0, 25, 26, 60]
     packed = policy(ids, torch.tensor(edges)).logits[0]
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in itertools.pairwise(edges):
         alone = policy(ids[:, a:b]).logits[0]
         torch.testing.assert_close(packed[a:b], alone, atol=1e-11, rtol=1e-9)
     changed = ids.clone()
@@ -51,9 +53,7 @@ def test_pieces_with_carried_state_equal_one_pass(policy, cuts):
     whole = policy(ids).logits[0]
     state = DecodeState.empty(policy.config, 1, dtype=torch.float64)
     edges = [0, *cuts, 30]
-    pieces = [
-        policy(ids[:, a:b], state=state).logits[0] for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    pieces = [policy(ids[:, a:b], state=state).logits[0] for a, b in itertools.pairwise(edges)]
     torch.testing.assert_close(torch.cat(pieces), whole, atol=1e-11, rtol=1e-9)
     assert state.lengths.tolist() == [30]
 

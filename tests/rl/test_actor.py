@@ -14,7 +14,8 @@ import ray
 
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
-from farhorizon.policy.checkpoint import StageRecord, load_checkpoint
+from farhorizon.policy.checkpoint import load_checkpoint
+from farhorizon.policy.records import StageRecord
 from farhorizon.policy.weights import digest
 from farhorizon.rl.actor import LearnerGroup
 from farhorizon.rollout.sync import WeightReceiver

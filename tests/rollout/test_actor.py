@@ -17,10 +17,10 @@ from farhorizon.envs.types import Message, StopReason, Task
 from farhorizon.policy.checkpoint import load_checkpoint
 from farhorizon.policy.tokenizer import ChatFormat
 from farhorizon.rollout.actor import RolloutPool, check_errors
-from farhorizon.rollout.episode import RolloutStats, run_groups
+from farhorizon.rollout.episode import run_groups
 from farhorizon.rollout.generator import NativeGenerator
 from farhorizon.rollout.sync import SyncError
-from farhorizon.rollout.types import Group
+from farhorizon.rollout.types import Group, RolloutStats
 
 from .. import fakes
 

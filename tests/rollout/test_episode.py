@@ -15,8 +15,8 @@ from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import RolloutConfig
 from farhorizon.envs.types import StopReason, Task
 from farhorizon.rollout.calls import EnvCalls
-from farhorizon.rollout.episode import RolloutStats, run_groups
-from farhorizon.rollout.types import Group, Trajectory
+from farhorizon.rollout.episode import run_groups
+from farhorizon.rollout.types import Group, RolloutStats, Trajectory
 
 from ..fakes import ScriptedEnv, ScriptedGenerator, WordChat
 

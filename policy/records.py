@@ -1,0 +1,123 @@
+"""What a checkpoint folder says of itself: ``config.json`` and ``stage.json``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..configs.errors import UserError
+from .config import PolicyConfig
+
+STAGE_FILE = "stage.json"
+
+# Without these a file would silently get the size of another policy.
+_REQUIRED_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "num_experts",
+    "num_experts_per_token",
+    "moe_intermediate_size",
+    "linear_attn_config",
+    "max_position_embeddings",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StageRecord:
+    """What a policy has been trained for: ``stage.json``.
+
+    ``context`` is the longest sequence in tokens it may be run on, ``stages`` the contexts it
+    went through, ``parent`` the folder it was made from. Example: ``StageRecord(65536, (8192,
+    65536), 2_000_000, "0b1c...", "runs/stage")``.
+    """
+
+    context: int
+    stages: tuple[int, ...]
+    tokens_seen: int
+    tokenizer_sha256: str
+    parent: str | None = None
+
+
+def read_config(folder: str | Path) -> PolicyConfig:
+    """The configuration of a checkpoint folder; a field that sizes the policy must be there."""
+    file = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise UserError(f"{folder}: no such checkpoint folder")
+    fields = read_json(file)
+    fields = fields.get("text_config", fields)
+    if "quantization_config" in fields:
+        raise UserError(f"{file}: quantised weights are not supported; convert them to bfloat16")
+    missing = [name for name in _REQUIRED_FIELDS if fields.get(name) is None]
+    if missing:
+        raise UserError(f"{file}: missing {listed(missing)}")
+    try:
+        return PolicyConfig.from_dict(fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file}: {one_line(error)}") from None
+
+
+def read_stage(folder: str | Path) -> StageRecord:
+    """``stage.json``; where it is absent, ``max_position_embeddings`` is the trained context."""
+    file = Path(folder) / STAGE_FILE
+    if not file.is_file():
+        return StageRecord(read_config(folder).max_position_embeddings, (), 0, "")
+    fields = read_json(file)
+    missing = {"context", "stages", "tokens_seen", "tokenizer_sha256", "parent"} - fields.keys()
+    if missing:
+        raise UserError(f"{file}: missing {listed(sorted(missing))}")
+    try:
+        return StageRecord(
+            int(fields["context"]),
+            tuple(int(c) for c in fields["stages"]),
+            int(fields["tokens_seen"]),
+            str(fields["tokenizer_sha256"]),
+            fields["parent"],
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{file}: {one_line(error)}") from None
+
+
+def check_context(folder: str | Path, context: int, allow_longer: bool) -> None:
+    """Refuse to run a checkpoint on more tokens than it was trained for."""
+    trained = read_stage(folder).context
+    if context > trained and not allow_longer:
+        raise UserError(
+            f"context={context} is longer than the {trained} tokens that {folder} was "
+            "trained for; lower it, train a longer stage, or, in train and eval, set "
+            "allow_longer_context=true"
+        )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise UserError(f"{file.parent}: {file.name} is missing")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file}: not JSON ({one_line(error)})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: expected a JSON object")
+    return content
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def listed(names: list[str], limit: int = 6) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
