@@ -168,3 +168,17 @@ class PlayConfig:
     context: int | None = None  # None is the checkpoint's trained context
     allow_longer_context: bool = False
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    """A benchmark; the peer takes the completion limit, temperature and lr from here as well."""
+
+    output: str | None = None  # file that gets one JSON line per benchmark
+    seed: int = 0
+    steps: int = 3  # timed steps per run, after one of warm-up
+    runs: int = 3  # of each side, in turns
+    rollout: RolloutConfig = field(
+        default_factory=lambda: RolloutConfig(actors=2, max_turn_tokens=128)
+    )
+    learner: LearnerConfig = field(default_factory=lambda: LearnerConfig(ranks=2, lr=1e-3))

@@ -32,6 +32,8 @@ _INSTRUCTIONS = (
     "Anything else ends the episode without reward. Reply with: next"
 )
 
+_NOTEBOOK = "\nYour notebook holds {slots} notes; a further note pushes out the oldest."
+
 
 class Archive(ToolEnv):
     """Long-horizon recall over real text; reward 1 for a noted and rightly answered fact, else 0.
@@ -39,7 +41,8 @@ class Archive(ToolEnv):
     ``sources`` and ``names`` (None: all there are) set the alphabet that `fact_table` chooses
     from ``text``: every name is found in ``min_sources`` places or more, so that the answer
     cannot be known without having read the episode. ``chance`` is the success of the best guess
-    of an agent that notes every starred fact and then forgets.
+    of an agent that notes every starred fact and then forgets. ``slots`` bounds the notebook,
+    ``eager`` is how often the expert notes an unstarred fact as well.
     """
 
     def __init__(
@@ -115,6 +118,8 @@ class Archive(ToolEnv):
         if self.style == "brief":
             return (Message("user", " go"),), {}
         instructions = _INSTRUCTIONS.format(pages=self.pages, text=self.table.folder)
+        if self._notes.maxlen is not None:
+            instructions += _NOTEBOOK.format(slots=self._notes.maxlen)
         return (Message("user", instructions),), {}
 
     @tool

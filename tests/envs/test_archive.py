@@ -169,7 +169,7 @@ def test_the_note_must_have_been_made_and_right() -> None:
     assert answer_with(free, note="none") == 1.0
 
 
-def test_a_later_note_of_a_name_replaces_the_first() -> None:
+def test_a_wrong_note_can_be_corrected() -> None:
     env = archive(pages=2)
     env.reset(seed=0)
     env.step("next")
@@ -178,6 +178,40 @@ def test_a_later_note_of_a_name_replaces_the_first() -> None:
     env.step(f"note {fact.name} nowhere")
     env.step(f"note {fact.name} {fact.source}")
     assert env.step(f"answer {fact.source}")[1] == 1.0
+
+
+@pytest.mark.parametrize(("slots", "reward"), [(None, 1.0), (3, 1.0), (2, 0.0)])
+def test_a_full_notebook_loses_its_oldest_note(slots: int | None, reward: float) -> None:
+    """Three notes in all, the wanted one first."""
+    env = archive(pages=3, slots=slots)
+    env.reset(seed=next(s for s in range(99) if starred_first(env, s)))
+    env.step("next")
+    fact = env.page(0)[0]
+    assert fact is not None
+    for note in (f"{fact.name} {fact.source}", "a b", "c d"):
+        env.step(f"note {note}")
+    assert env.step(f"answer {fact.source}")[1] == reward
+
+
+def starred_first(env: Archive, seed: int) -> bool:
+    env.reset(seed=seed)
+    while not env.expert().strip().startswith("answer"):
+        env.step(env.expert())
+    asked, first = env._question, env.page(0)[0]
+    return first is not None and asked == first
+
+
+def test_an_eager_expert_notes_more_and_still_succeeds_while_there_is_room() -> None:
+    counts = {}
+    for eager in (0.0, 0.5, 1.0):
+        env = archive(pages=8, slots=8, eager=eager)
+        played = [play_expert(env, seed) for seed in range(40)]
+        assert all(total == 1.0 for _, total in played)
+        counts[eager] = sum(text.startswith(" note") for texts, _ in played for text in texts)
+    assert counts[0.0] == 40 * 4 and counts[1.0] == 40 * 8
+    assert 40 * 5 < counts[0.5] < 40 * 7
+    long = archive(pages=32, slots=8, eager=1.0)
+    assert sum(play_expert(long, seed)[1] for seed in range(20)) == 0
 
 
 def test_chance_is_what_the_best_memoryless_guess_reaches() -> None:
