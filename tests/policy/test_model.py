@@ -240,3 +240,39 @@ def test_pretrained_round_trip_keeps_every_bit(tmp_path):
     assert all(
         torch.equal(before[k], after[k]) and before[k].dtype == after[k].dtype for k in before
     )
+
+
+def test_training_and_decoding_choose_the_same_experts():
+    """256 tokens in fp32: the packed forward, pieces and single steps route alike."""
+    torch.manual_seed(4)
+    policy = Policy(PolicyConfig.tiny(vocab_size=64, hidden_size=32))
+    chosen: list[torch.Tensor] = []
+    for router in policy.routers():
+        router.e_score_correction_bias.normal_(0, 0.1)
+        router.register_forward_hook(lambda _, __, out: chosen.append(out[0].sort(-1).values))
+    ids = tokens(256)
+    with torch.no_grad():
+        policy(ids)
+        trained, chosen = list(chosen), chosen[:0]
+        state = DecodeState.empty(policy.config, 1)
+        for piece in (ids[:, :100], *ids[:, 100:].split(1, 1)):
+            policy(piece, state=state)
+    layers = len(policy.routers())
+    decoded = [torch.cat(chosen[i::layers]) for i in range(layers)]
+    assert all(torch.equal(a, b) for a, b in zip(trained, decoded, strict=True))
+
+
+def test_thresholds_are_added_not_subtracted():
+    """One token with scores 0.6, 0.5, 0.4, 0.3 and biases -0.3, 0, 0, 0.25 goes to 3 and 1."""
+    policy = Policy(PolicyConfig.tiny(num_experts=4, num_experts_per_token=2))
+    router = policy.routers()[0]
+    scores = torch.tensor([0.6, 0.5, 0.4, 0.3])
+    with torch.no_grad():
+        router.weight.zero_()
+        router.weight[:, 0] = scores.logit()
+        router.e_score_correction_bias.copy_(torch.tensor([-0.3, 0, 0, 0.25]))
+    x = torch.zeros(1, 64)
+    x[0, 0] = 1
+    experts, weights = router(x)
+    assert experts.tolist() == [[3, 1]]
+    torch.testing.assert_close(weights, torch.tensor([[0.375, 0.625]]))
