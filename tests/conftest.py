@@ -6,6 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests of devices that this machine does not have."""
+    if not torch.cuda.is_available():
+        lacking = [item for item in items if "gpu" in item.keywords]
+        config.hook.pytest_deselected(items=lacking)
+        items[:] = [item for item in items if "gpu" not in item.keywords]
 
 
 @pytest.fixture(scope="session")
@@ -20,8 +29,6 @@ def ray_local() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint folder of an untrained tiny policy that knows the words of `Echo`."""
-    import torch
-
     from farhorizon.envs.echo import WORDS
     from farhorizon.policy import Policy, PolicyConfig
     from farhorizon.policy.checkpoint import save_checkpoint

@@ -32,7 +32,7 @@ OWNERS = {
     "omegaconf": {"configs/load.py"},
     "yaml": {"configs/load.py"},
     "vllm": {"rollout/vllm.py"},
-    "trl": {"rl/"},
+    "trl": {"rl/", "launch/bench_trl.py"},
     "matplotlib": {"launch/"},
     "rich": {"launch/"},
     "tensorboard": {"launch/"},
