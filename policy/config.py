@@ -64,12 +64,19 @@ class PolicyConfig(PretrainedConfig):
         super().__post_init__(**kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        if self.linear_attn_config is None:  # as Kimi-Linear-48B, like every other default
+            full = full_attention_layers(self.num_hidden_layers)
+            self.linear_attn_config = {
+                "num_heads": 32,
+                "head_dim": 128,
+                "short_conv_kernel_size": 4,
+                "full_attn_layers": full,
+                "kda_layers": [i for i in range(1, self.num_hidden_layers + 1) if i not in full],
+            }
         self._check()
 
     def _check(self) -> None:
-        linear = self.linear_attn_config
-        if linear is None:
-            raise ValueError("config.json: linear_attn_config is missing")
+        linear = self.linear_attn_config or {}
         for name in (
             "num_heads",
             "head_dim",
@@ -130,7 +137,7 @@ class PolicyConfig(PretrainedConfig):
         """
         layers = overrides.get("num_hidden_layers", 4)
         hidden = overrides.get("hidden_size", 64)
-        full = [i for i in range(1, layers + 1) if i % 4 == 0 or i == layers]
+        full = full_attention_layers(layers)
         fields: dict[str, Any] = {
             "vocab_size": 512,
             "hidden_size": hidden,
@@ -164,3 +171,8 @@ class PolicyConfig(PretrainedConfig):
             },
         }
         return cls(**(fields | overrides))
+
+
+def full_attention_layers(layers: int) -> list[int]:
+    """1-indexed MLA layers by the published rule: every fourth, and the last."""
+    return [i for i in range(1, layers + 1) if i % 4 == 0 or i == layers]

@@ -1,4 +1,4 @@
-"""What runs on a CUDA device gives what the CPU gives: policy, decode state, generator, training."""
+"""A CUDA device gives what the CPU gives: policy, decode state, generator, training."""
 
 from __future__ import annotations
 

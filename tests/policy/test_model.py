@@ -206,10 +206,11 @@ def test_structure_follows_the_published_rules():
     kinds = [config.is_mla(i) for i in range(9)]
     assert kinds == [False, False, False, True] * 2 + [True]
     assert [config.is_dense(i) for i in range(3)] == [True, False, False]
+    twice = PolicyConfig.tiny().linear_attn_config | {"kda_layers": [1, 2, 2]}
     for change in (
         {"moe_renormalize": False},
         {"hidden_act": "relu"},
-        {"linear_attn_config": None},
+        {"linear_attn_config": twice},
     ):
         with pytest.raises(Exception, match=next(iter(change))):
             PolicyConfig.tiny(**change)
