@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("env", metavar="ENV", help="environment id")
     command.add_argument("--policy", help="checkpoint or run folder; default: the env's expert")
     _add_overrides(command)
+    command = commands.add_parser("bench", help="speed beside that of another tool")
+    command.add_argument("name", metavar="NAME", help="grpo: one RL step beside TRL's")
+    _add_overrides(command)
     commands.add_parser("doctor", help="versions, devices, Ray and disk of this machine")
     return parser
 
@@ -118,6 +121,17 @@ def _play(arguments: argparse.Namespace) -> int:
     return play(config)
 
 
+def _bench(arguments: argparse.Namespace) -> int:
+    from ..configs.load import override_config
+    from ..configs.schema import BenchConfig
+
+    # Not from nothing: rollout and learner have defaults of their own here.
+    config = override_config(BenchConfig(), arguments.overrides)
+    from .bench import bench
+
+    return bench(arguments.name, config)
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from .doctor import doctor
 
@@ -130,6 +144,7 @@ _COMMANDS = {
     "train": _train,
     "eval": _eval,
     "play": _play,
+    "bench": _bench,
     "doctor": _doctor,
 }
 
