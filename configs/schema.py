@@ -178,6 +178,7 @@ class BenchConfig:
     seed: int = 0
     steps: int = 3  # timed steps per run, after one of warm-up
     runs: int = 3  # of each side, in turns
+    trl_checkpointing: bool = True  # TRL's default: activations are computed again in backward
     rollout: RolloutConfig = field(
         default_factory=lambda: RolloutConfig(actors=2, max_turn_tokens=128)
     )

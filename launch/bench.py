@@ -142,6 +142,7 @@ def measure_trl(folder: Path, config: BenchConfig) -> Measurement:
         "steps": config.steps,
         "lr": config.learner.lr,
         "temperature": config.rollout.temperature,
+        "checkpointing": config.trl_checkpointing,
         "cpu": config.learner.gpus == 0,
     }
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")

@@ -1,8 +1,8 @@
 """TRL's side of ``farhorizon bench grpo``, a process of its own: ``python -m ... JOB RESULT``.
 
-`GRPOTrainer` on the Kimi-Linear policy that transformers ships, with TRL's own settings except
-these: no gradient checkpointing and no reference model, so that it does no work that the other
-side does not do; every completion has the same length.
+`GRPOTrainer` on the Kimi-Linear policy that transformers ships, with TRL's own settings but for
+the task, fp32, and every completion having the same length. There is no reference model (TRL's
+default, and nothing that the other side has).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def measure(job: dict[str, Any]) -> task.Measurement:
             learning_rate=job["lr"],
             temperature=job["temperature"],
             beta=0.0,
-            gradient_checkpointing=False,
+            gradient_checkpointing=job["checkpointing"],
             use_cpu=job["cpu"],
             bf16=False,
             logging_steps=1,
