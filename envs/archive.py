@@ -41,14 +41,15 @@ class Archive(ToolEnv):
     ``sources`` and ``names`` (None: all there are) set the alphabet that `fact_table` chooses
     from ``text``: every name is found in ``min_sources`` places or more, so that the answer
     cannot be known without having read the episode. ``chance`` is the success of the best guess
-    of an agent that notes every starred fact and then forgets. ``slots`` bounds the notebook,
-    ``eager`` is how often the expert notes an unstarred fact as well.
+    of an agent that notes every starred fact and then forgets. ``min_pages`` makes
+    the length vary from episode to episode, ``slots`` bounds the notebook, ``eager`` is how often the expert notes an unstarred fact as well.
     """
 
     def __init__(
         self,
         *,
         pages: int | None = None,
+        min_pages: int | None = None,
         tokens: int | None = None,
         records_per_page: int = 2,
         sources: int | None = 8,
@@ -66,6 +67,7 @@ class Archive(ToolEnv):
             raise UserError("archive-v0: give pages or tokens, not both")
         for field, value, least in (
             ("pages", pages, 1),
+            ("min_pages", min_pages, 1),
             ("tokens", tokens, 64),
             ("records_per_page", records_per_page, 1),
             ("sources", sources, 2),
@@ -99,6 +101,12 @@ class Archive(ToolEnv):
         self._set_pages(pages if pages is not None else 8)
         if tokens is not None:
             self._set_pages(self._pages_for(tokens))
+        self._most_pages = self.pages
+        self._least_pages = self.pages if min_pages is None else min_pages
+        if self._least_pages > self._most_pages:
+            raise UserError(
+                f"archive-v0: min_pages={min_pages} is more than the {self.pages} pages at most"
+            )
 
     @property
     def chance(self) -> float:
@@ -114,7 +122,9 @@ class Archive(ToolEnv):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        self._open(self.draw_key())
+        key = self.draw_key()
+        self._set_pages(random.Random(key).randint(self._least_pages, self._most_pages))
+        self._open(key)
         if self.style == "brief":
             return (Message("user", " go"),), {}
         instructions = _INSTRUCTIONS.format(pages=self.pages, text=self.table.folder)

@@ -113,8 +113,9 @@ def _train_stage(run: _Run, index: int) -> None:
     stages = run.config.stages
     stage, recorder = stages[index], run.recorder
     old_context = stages[index - 1].context if index else stage.context
+    switches = stage.context != old_context
     at_switch, before = run.tokens, run.measure(old_context)
-    at_new_context = run.measure(stage.context) if stage.context != old_context else before
+    at_new_context = run.measure(stage.context) if switches else before
     recorder.fixed_text(run.tokens, at_new_context)
     after: list[float] = []
     with _batches(run, index) as batches:
@@ -141,10 +142,10 @@ def _train_stage(run: _Run, index: int) -> None:
                     size / seconds,
                 )
             )
-            if index and step in (1, min(SETTLING_STEPS, stage.steps)):
+            if switches and step in (1, min(SETTLING_STEPS, stage.steps)):
                 after.append(run.measure(old_context))
     recorder.fixed_text(run.tokens, run.measure(stage.context))
-    if index:
+    if switches:
         recorder.transition(
             Transition(
                 old_context, stage.context, at_switch, before, at_new_context, after[0], after[-1]

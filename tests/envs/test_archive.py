@@ -214,6 +214,19 @@ def test_an_eager_expert_notes_more_and_still_succeeds_while_there_is_room() -> 
     assert sum(play_expert(long, seed)[1] for seed in range(20)) == 0
 
 
+def test_lengths_vary_between_min_pages_and_pages() -> None:
+    env = archive(pages=6, min_pages=3)
+    lengths = []
+    for seed in range(60):
+        texts, total = play_expert(env, seed)
+        assert total == 1.0
+        lengths.append(len(texts) // 2 - 2)  # what else is said and shown: go, next, ?, answer
+        assert lengths[-1] == env.pages
+    assert set(lengths) == {3, 4, 5, 6}
+    with pytest.raises(UserError, match="min_pages"):
+        archive(pages=6, min_pages=7)
+
+
 def test_chance_is_what_the_best_memoryless_guess_reaches() -> None:
     env = archive(pages=4)
     by_name: dict[str, Counter[str]] = {}
