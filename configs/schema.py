@@ -135,11 +135,12 @@ class SftConfig:
     seed: int = 0
     context: int
     steps: int = 200
-    batch_tokens: int = 4096
+    batch_tokens: int = 4096  # per optimizer step, over all ranks
     lr: float = 1e-3
     warmup_steps: int = 10
     grad_clip: float = 1.0
-    threads: int = 0
+    ranks: int = 1  # data-parallel processes on this machine
+    threads: int = 0  # torch threads per rank; 0 keeps torch's default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

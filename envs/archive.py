@@ -17,6 +17,8 @@ from .base import Observation, Step, ToolEnv, tool
 from .text import Fact, fact_table
 from .types import Message
 
+Page = tuple[Fact | None, tuple[Fact, ...]]
+_NOTHING: tuple[int, Page] = (-1, (None, ()))
 COMMANDS = ("next", "note", "answer")
 RESERVED = frozenset({*COMMANDS, "go", "user", "tool", "assistant", "system"})
 
@@ -41,8 +43,9 @@ class Archive(ToolEnv):
     ``sources`` and ``names`` (None: all there are) set the alphabet that `fact_table` chooses
     from ``text``: every name is found in ``min_sources`` places or more, so that the answer
     cannot be known without having read the episode. ``chance`` is the success of the best guess
-    of an agent that notes every starred fact and then forgets. ``min_pages`` makes
-    the length vary from episode to episode, ``slots`` bounds the notebook, ``eager`` is how often the expert notes an unstarred fact as well.
+    of an agent that notes every starred fact and then forgets. ``min_pages`` makes the length
+    vary from episode to episode, ``slots`` bounds the notebook, ``eager`` is how often the expert
+    notes an unstarred fact as well.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Archive(ToolEnv):
         self.require_note = require_note
         self.eager = eager
         self._key = 0
+        self._shown = _NOTHING  # the last page that was drawn, with its number
         self._names: list[str] = []  # this episode's names; the starred ones come first
         self._page = -1
         self._notes: deque[tuple[str, str]] = deque(maxlen=slots)
@@ -176,8 +180,13 @@ class Archive(ToolEnv):
 
     # -- what an episode holds ---------------------------------------------------------------
 
-    def page(self, number: int) -> tuple[Fact | None, tuple[Fact, ...]]:
+    def page(self, number: int) -> Page:
         """The starred fact of a page, if it has one, and its other facts."""
+        if number != self._shown[0]:
+            self._shown = (number, self._draw_page(number))
+        return self._shown[1]
+
+    def _draw_page(self, number: int) -> Page:
         starred = self._starred(number)
         rng = self._rng("page", number)
         names = self._names[self._num_starred :]
@@ -231,6 +240,7 @@ class Archive(ToolEnv):
 
     def _open(self, key: int) -> None:
         self._key = key
+        self._shown = _NOTHING
         self._page = -1
         self._notes.clear()
         self._question = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,14 +14,21 @@ from ..configs.errors import UserError
 from ..configs.schema import SftConfig
 from ..envs.registry import tasks
 from ..policy.checkpoint import check_replaceable, load_checkpoint, save_checkpoint
-from ..policy.corpus import Demonstration, demonstration
+from ..policy.corpus import (
+    Demonstration,
+    demonstration,
+    load_demonstrations,
+    save_demonstrations,
+)
 from ..policy.records import StageRecord, check_context
-from ..policy.tokenizer import ChatFormat, tokenizer_sha256
-from ..rl.sft import SftStep, train_on_demonstrations
+from ..policy.tokenizer import ChatFormat, load_tokenizer, tokenizer_sha256
+from ..rl.sft import SftStep, join_processes, train_on_demonstrations
 from .fresh import expert_env
+from .interrupt import RunFailed
 from .prepare import find_checkpoint
 
 LINE_SECONDS = 5.0
+DATA_FILE = "demonstrations.npz"
 
 
 def run_sft(config: SftConfig) -> Path:
@@ -28,35 +36,58 @@ def run_sft(config: SftConfig) -> Path:
     output = Path(config.output)
     parent = find_checkpoint(config.policy)
     _check(config, parent, output)
-    if config.threads > 0:
-        torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
-    start = load_checkpoint(parent)
     begin = time.perf_counter()
-    demonstrations = collect(config, ChatFormat(start.tokenizer))
+    demonstrations = collect(config, ChatFormat(load_tokenizer(parent)))
     lengths = [len(d.token_ids) for d in demonstrations]
     print(
         f"sft: {len(lengths)} demonstrations of {min(lengths)} to {max(lengths)} tokens, "
         f"{time.perf_counter() - begin:.1f} s",
         flush=True,
     )
+    with tempfile.TemporaryDirectory(prefix="farhorizon-") as scratch:
+        save_demonstrations(Path(scratch) / DATA_FILE, demonstrations)
+        if config.ranks == 1:
+            _train(0, config, str(parent), scratch)
+            return output
+        try:
+            torch.multiprocessing.spawn(_train, (config, str(parent), scratch), nprocs=config.ranks)
+        except torch.multiprocessing.ProcessRaisedException as error:
+            raise RunFailed(f"sft: {str(error).strip().splitlines()[-1]}") from None
+    return output
+
+
+def _train(rank: int, config: SftConfig, parent: str, scratch: str) -> None:
+    """One process of the warm-up; rank 0 writes the result."""
+    if config.threads > 0:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    if config.ranks > 1:
+        join_processes(rank, config.ranks, f"file://{scratch}/rendezvous")
+    start = load_checkpoint(parent)
     progress = _Progress(config.steps)
     tokens = train_on_demonstrations(
-        start.policy, start.tokenizer, demonstrations, config, progress.step
+        start.policy,
+        start.tokenizer,
+        load_demonstrations(Path(scratch) / DATA_FILE),
+        config,
+        progress.step if rank == 0 else lambda _: None,
     )
-    record = StageRecord(
-        start.stage.context,
-        start.stage.stages,
-        start.stage.tokens_seen + tokens,
-        tokenizer_sha256(start.tokenizer),
-        str(parent),
-    )
-    save_checkpoint(output, start.policy, start.policy.config, start.tokenizer, record)
-    (output / "metrics.jsonl").write_text(
-        "".join(json.dumps(asdict(step)) + "\n" for step in progress.steps), encoding="utf-8"
-    )
-    print(f"sft: {tokens} tokens; checkpoint {output}", flush=True)
-    return output
+    if rank == 0:
+        record = StageRecord(
+            start.stage.context,
+            start.stage.stages,
+            start.stage.tokens_seen + tokens,
+            tokenizer_sha256(start.tokenizer),
+            parent,
+        )
+        output = Path(config.output)
+        save_checkpoint(output, start.policy, start.policy.config, start.tokenizer, record)
+        (output / "metrics.jsonl").write_text(
+            "".join(json.dumps(asdict(step)) + "\n" for step in progress.steps), encoding="utf-8"
+        )
+        print(f"sft: {tokens} tokens; checkpoint {output}", flush=True)
+    if config.ranks > 1:
+        torch.distributed.destroy_process_group()
 
 
 def collect(config: SftConfig, chat: ChatFormat) -> list[Demonstration]:
@@ -77,13 +108,13 @@ def collect(config: SftConfig, chat: ChatFormat) -> list[Demonstration]:
 
 
 def _check(config: SftConfig, parent: Path, output: Path) -> None:
-    for key in ("steps", "context", "batch_tokens"):
+    for key in ("steps", "context", "batch_tokens", "ranks"):
         if getattr(config, key) < 1:
             raise UserError(f"{key}={getattr(config, key)} must be at least 1")
-    if config.batch_tokens < config.context:
+    if config.batch_tokens < config.ranks * config.context:
         raise UserError(
             f"batch_tokens={config.batch_tokens} must hold one sequence of "
-            f"context={config.context} tokens"
+            f"context={config.context} tokens for each of ranks={config.ranks}"
         )
     if output.exists() and output.samefile(parent):
         raise UserError(f"output {output}: is the checkpoint to start from; choose another output")

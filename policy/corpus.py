@@ -59,6 +59,26 @@ class Demonstration(NamedTuple):
     assistant_mask: np.ndarray
 
 
+def save_demonstrations(file: Path, demonstrations: Sequence[Demonstration]) -> None:
+    """Write demonstrations as plain arrays."""
+    np.savez(
+        file,
+        token_ids=np.concatenate([d.token_ids for d in demonstrations]),
+        assistant_mask=np.concatenate([d.assistant_mask for d in demonstrations]),
+        lengths=np.array([len(d.token_ids) for d in demonstrations]),
+    )
+
+
+def load_demonstrations(file: Path) -> list[Demonstration]:
+    """Read what `save_demonstrations` wrote."""
+    with np.load(file) as data:
+        cuts = data["lengths"].cumsum()[:-1]
+        parts = zip(
+            np.split(data["token_ids"], cuts), np.split(data["assistant_mask"], cuts), strict=True
+        )
+        return [Demonstration(*part) for part in parts]
+
+
 def expert_messages(env: Demonstrator, seed: int) -> Iterator[Message]:
     """The expert's episode for ``seed``, message by message, as a rollout would see it: nothing
     follows the action that ends it. Raises `UserError` after an episode that is no success."""

@@ -21,9 +21,12 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainerContro
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
+from ..configs.errors import UserError
 from ..configs.schema import SftConfig
 from ..policy import Policy
 from ..policy.corpus import Demonstration
+
+DECAY = 0.3  # share of the steps, at the end, in which the learning rate falls to 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,12 @@ class QuantileBalancing(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._counting.close()
+        if torch.distributed.is_initialized():
+            for counts in self.policy.routing_counts():
+                torch.distributed.all_reduce(counts)
         for name, parameter in self.policy.named_parameters():
             if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                raise FloatingPointError(
+                raise UserError(
                     f"sft step {state.global_step + 1}: the gradient of "
                     f"{name} is not finite; lower lr"
                 )
@@ -92,6 +98,22 @@ class QuantileBalancing(TrainerCallback):
                     self.expert_load,
                 )
             )
+
+
+def join_processes(rank: int, ranks: int, rendezvous: str) -> None:
+    """Join the other ranks on this machine, in a way that TRL's trainer takes over."""
+    gpu = torch.cuda.is_available()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
+    )
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read, never used: a file is
+    if gpu:
+        torch.cuda.set_device(rank)
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group(
+        "nccl" if gpu else "gloo", init_method=rendezvous, rank=rank, world_size=ranks
+    )
 
 
 def train_on_demonstrations(
@@ -153,13 +175,14 @@ def _trainer(
             max_steps=config.steps,
             seed=config.seed,
             per_device_train_batch_size=1,
-            max_length=config.batch_tokens,
+            max_length=config.batch_tokens // config.ranks,
             packing=True,
             assistant_only_loss=False,
             gradient_checkpointing=False,
             learning_rate=config.lr,
             warmup_steps=config.warmup_steps,
-            lr_scheduler_type="linear",
+            lr_scheduler_type="warmup_stable_decay",
+            lr_scheduler_kwargs={"num_decay_steps": round(DECAY * config.steps)},
             max_grad_norm=config.grad_clip,
             weight_decay=0.0,
             adam_beta2=0.95,
@@ -172,6 +195,8 @@ def _trainer(
             report_to="none",
             save_strategy="no",
             dataloader_pin_memory=gpu,
+            # the first attention site reads the bare embedding, its depth query is never used
+            ddp_find_unused_parameters=config.ranks > 1,
         )
         trainer = SFTTrainer(
             model=policy,
