@@ -94,6 +94,18 @@ class GatedMLA(nn.Module):
         kv = self.kv_b_proj(latent).view(len(q), self.num_heads, self.nope + self.value)
         k_nope, v = kv.split([self.nope, self.value], -1)
         k = torch.cat([k_nope, shared[:, None].expand(-1, self.num_heads, -1)], -1)
+        groups = packing.by_length()
+        if len(groups) == 1:
+            return self._causal(q, k, v, packing)
+        out = q.new_empty(len(q), self.num_heads * self.value)
+        for tokens, group in groups:
+            part = self._causal(*(t.index_select(0, tokens) for t in (q, k, v)), group)
+            out = out.index_copy(0, tokens, part)
+        return out
+
+    def _causal(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing
+    ) -> torch.Tensor:
         q, k, v = (packing.pad(t).transpose(1, 2) for t in (q, k, v))
         # zeros behind a shorter sequence are never seen: attention is causal
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)

@@ -42,6 +42,13 @@ class Packing:
         """Index of each sequence's last token, [N]."""
         return torch.tensor(self.bounds[1:], device=self.row.device) - 1
 
+    def by_length(self) -> tuple[tuple[torch.Tensor, Packing], ...]:
+        """Groups of sequences of similar length, as token indices and packings of their own.
+
+        Padding inside a group is less than half of it, however lengths are mixed.
+        """
+        return _by_length(self.bounds, self.row.device)
+
     def _padded(self) -> torch.Tensor:
         return self.row * self.longest + self.offset
 
@@ -66,3 +73,23 @@ def _packing(bounds: tuple[int, ...], device: torch.device) -> Packing:
         int(lengths.max()),
         bool((lengths == lengths[0]).all()),
     )
+
+
+@lru_cache(maxsize=32)
+def _by_length(
+    bounds: tuple[int, ...], device: torch.device
+) -> tuple[tuple[torch.Tensor, Packing], ...]:
+    edges = torch.tensor(bounds)
+    order = torch.argsort(edges.diff(), descending=True, stable=True).tolist()
+    groups: list[list[int]] = []
+    for n in order:
+        length = bounds[n + 1] - bounds[n]
+        if not groups or 2 * length <= bounds[groups[-1][0] + 1] - bounds[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(n)
+    made = []
+    for group in groups:
+        tokens = torch.cat([torch.arange(bounds[n], bounds[n + 1]) for n in group])
+        lengths = torch.tensor([0, *(bounds[n + 1] - bounds[n] for n in group)])
+        made.append((tokens.to(device), Packing.of(tuple(lengths.cumsum(0).tolist()), device)))
+    return tuple(made)

@@ -277,3 +277,15 @@ def test_thresholds_are_added_not_subtracted():
     experts, weights = router(x)
     assert experts.tolist() == [[3, 1]]
     torch.testing.assert_close(weights, torch.tensor([[0.375, 0.625]]))
+
+
+def test_long_and_short_sequences_in_one_row_equal_alone(policy):
+    lengths = [3, 90, 1, 30, 2, 44]
+    ids, edges = tokens(sum(lengths)), torch.tensor([0, *lengths]).cumsum(0)
+    packed = policy(ids, edges).logits[0]
+    alone = [policy(piece).logits[0] for piece in ids.split(lengths, 1)]
+    torch.testing.assert_close(packed, torch.cat(alone), atol=1e-11, rtol=1e-9)
+    groups = Packing.of(tuple(edges.tolist()), torch.device("cpu")).by_length()
+    assert sorted(t for index, _ in groups for t in index.tolist()) == list(range(sum(lengths)))
+    for index, group in groups:
+        assert group.num_sequences * group.longest < 2 * len(index)
