@@ -11,16 +11,22 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from ..kernels.attnres import mix
 from ..kernels.logprob import token_logprobs
 from .attention import GatedMLA, RMSNorm
 from .config import PolicyConfig
 from .kda import KimiDeltaAttention, ShortConv
+from .layout import read_layout
 from .moe import DenseMLP, Experts, LatentMoE, Router
 from .packing import Packing
 from .state import DecodeState
+
+# What Hugging Face trainers and `generate` pass besides the names of `Policy.forward`.
+_CACHES = ("past_key_values", "cache")
+_EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits")
+_HINTS = ("use_cache", "return_dict", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass
@@ -131,7 +137,7 @@ class PolicyModel(nn.Module):
         cu_seq_lens_q: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        **_: Any,
+        **unused: Any,
     ) -> Any:
         """Final hidden states ``[T, D]`` of flattened ``input_ids [T]``.
 
@@ -140,10 +146,10 @@ class PolicyModel(nn.Module):
         ``last_hidden_state [B, T, D]``.
         """
         if packing is None:
-            edges = sequence_edges(
-                input_ids, cu_seqlens, cu_seq_lens_q, position_ids, attention_mask
-            )
-            hidden = self(input_ids.flatten(), Packing.of(edges, input_ids.device))
+            refuse(unused)
+            edges = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
+            layout = read_layout(input_ids, edges, position_ids, attention_mask)
+            hidden = layout.restore(self(layout.pack(input_ids), layout.packing))
             return PolicyOutput(last_hidden_state=hidden.view(*input_ids.shape, -1))
         blocks: tuple[torch.Tensor, ...] = ()
         partial = self.embed_tokens(input_ids)
@@ -181,6 +187,7 @@ class Policy(PreTrainedModel, GenerationMixin):
     config_class = PolicyConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
+    _is_stateful = True  # no assisted generation: nothing could take tokens back
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 - transformers' own declaration
     config: PolicyConfig
 
@@ -233,7 +240,8 @@ class Policy(PreTrainedModel, GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
-        **_: Any,
+        logits_to_keep: int = 0,
+        **unused: Any,
     ) -> PolicyOutput:
         """Logits, or log-probs of chosen tokens, of packed or batched sequences.
 
@@ -243,30 +251,58 @@ class Policy(PreTrainedModel, GenerationMixin):
         ``temperature`` are computed; ``last_only`` gives the logits after each sequence.
         ``labels`` (shape of input_ids, -100 ignored) add the shifted token-mean loss.
         ``position_ids`` that restart and ``cu_seq_lens_q`` mark packed sequences as well;
-        ``attention_mask`` may hide tokens at the right end of a row, never at the left.
+        ``attention_mask [B, T]`` may hide tokens at the right end of a row: they are not run, and
+        what is returned for them means nothing. ``logits_to_keep`` n > 0 without labels gives the
+        logits of the last n columns. ``unused`` are names that trainers pass and that change
+        nothing here; TypeError names any other, ValueError a cache that is not a ``state``.
         """
+        refuse(unused)
         batch, length = input_ids.shape
-        bounds = sequence_edges(input_ids, cu_seqlens, cu_seq_lens_q, position_ids, attention_mask)
-        packing = Packing.of(bounds, input_ids.device)
+        edges = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
+        layout = read_layout(input_ids, edges, position_ids, attention_mask, state is not None)
+        packing = layout.packing
         if state is not None and state.num_sequences != packing.num_sequences:
             raise ValueError(
                 f"state holds {state.num_sequences} sequences, input {packing.num_sequences}"
             )
-        hidden = self.model(input_ids.flatten(), packing, state)
+        hidden = self.model(layout.pack(input_ids), packing, state)
         if state is not None:
-            lengths = torch.tensor(bounds, device=state.lengths.device)
+            lengths = torch.tensor(packing.bounds, device=state.lengths.device)
             state.lengths = state.lengths + lengths[1:] - lengths[:-1]
-        out = PolicyOutput(last_hidden_state=hidden.view(batch, length, -1), state=state)
+        given = layout.restore(hidden)
+        out = PolicyOutput(last_hidden_state=given.view(batch, length, -1), state=state)
         if targets is not None:
-            picked = hidden if rows is None else hidden.index_select(0, rows)
+            picked = given if rows is None else given.index_select(0, rows)
             out.logprobs, out.entropy = self.lm_head(picked, targets, temperature)
         elif last_only:
             out.logits = self.lm_head(hidden.index_select(0, packing.last()))
+        elif labels is None:
+            out.logits = self.lm_head(given.view(batch, length, -1)[:, -logits_to_keep:])
         else:
-            out.logits = self.lm_head(hidden).view(batch, length, -1)
-            if labels is not None:
-                out.loss = shifted_loss(out.logits, labels, packing, num_items_in_batch)
+            logits = self.lm_head(hidden)
+            out.loss = shifted_loss(logits, layout.pack(labels), packing, num_items_in_batch)
+            out.logits = layout.restore(logits).view(batch, length, -1)
         return out
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.Tensor,
+        *_: Any,
+        attention_mask: torch.Tensor | None = None,
+        **unused: Any,
+    ) -> dict[str, Any]:
+        """What `generate` feeds at each step: always the whole sequences, no cache.
+
+        It is exact and slow; rollouts decode with a `DecodeState`. ValueError on prompts of
+        different lengths; what is not named here (a cache, a state), `generate` itself refuses.
+        """
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise ValueError("generate needs prompts of one length, attention_mask hides tokens")
+        return {"input_ids": input_ids, "logits_to_keep": 1}
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
 
     @classmethod
     def from_pretrained(  # type: ignore[override] - no hub, no pickle, no other options
@@ -278,7 +314,7 @@ class Policy(PreTrainedModel, GenerationMixin):
         """The policy of a checkpoint folder; parameters get ``dtype``, thresholds stay fp32."""
         from .checkpoint import load_policy
 
-        return load_policy(pretrained_model_name_or_path, dtype)
+        return load_policy(os.fspath(pretrained_model_name_or_path), dtype)
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike[str], **_: Any
@@ -287,7 +323,7 @@ class Policy(PreTrainedModel, GenerationMixin):
         (`checkpoint.save_checkpoint` writes a whole checkpoint)."""
         from .checkpoint import save_policy
 
-        save_policy(save_directory, self)
+        save_policy(os.fspath(save_directory), self)
 
     def routers(self) -> list[Router]:
         """The routers in layer order."""
@@ -328,34 +364,15 @@ class Policy(PreTrainedModel, GenerationMixin):
         return [KimiDeltaAttention, GatedMLA, LatentMoE]
 
 
-def sequence_edges(
-    input_ids: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    cu_seq_lens_q: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-) -> tuple[int, ...]:
-    """Where sequences start and end in the flattened tokens; ValueError on left padding."""
-    batch, length = input_ids.shape
-    if (
-        attention_mask is not None
-        and attention_mask.dim() == 2
-        and bool((attention_mask[:, 0] == 0).any())
-    ):
-        raise ValueError("attention_mask hides the first token: left padding is not supported")
-    edges = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
-    if edges is not None:
-        if batch != 1:
-            raise ValueError(f"cu_seqlens needs input_ids [1, T], got batch size {batch}")
-        bounds = tuple(edges.tolist())
-        if bounds[-1] != length:
-            raise ValueError(f"cu_seqlens ends at {bounds[-1]}, input_ids has {length} tokens")
-        return bounds
-    if batch == 1 and position_ids is not None:
-        starts = (position_ids.flatten() == 0).nonzero().flatten().tolist()
-        if starts[:1] == [0]:
-            return (*starts, length)
-    return tuple(range(0, batch * length + 1, length))
+def refuse(unused: dict[str, Any]) -> None:
+    """TypeError or ValueError for arguments that would have to change what is computed."""
+    for name, value in unused.items():
+        if name in _CACHES and value is not None:
+            raise ValueError(f"{name} is not supported: continue sequences with state=DecodeState")
+        if name in _EXTRAS and value:
+            raise ValueError(f"{name} is not supported")
+        if name not in (*_CACHES, *_EXTRAS, *_HINTS):
+            raise TypeError(f"forward got an unexpected argument {name!r}")
 
 
 def shifted_loss(
@@ -364,13 +381,10 @@ def shifted_loss(
     packing: Packing,
     num_items: torch.Tensor | int | None,
 ) -> torch.Tensor:
-    """Mean negative log-prob of each token from the one before it in the same sequence."""
-    flat = labels.flatten()
-    predicted = packing.offset > 0
-    predicted &= flat != -100
-    rows = predicted.nonzero().flatten()
+    """Mean negative log-prob of each token ``[T]`` from the one before it in its sequence."""
+    rows = ((packing.offset > 0) & (labels != -100)).nonzero().flatten()
     if len(rows) == 0:
         return logits.sum() * 0.0
-    picked = logits.flatten(0, 1)[rows - 1].float().log_softmax(-1)
-    total = -picked.gather(-1, flat[rows][:, None]).sum()
+    picked = logits[rows - 1].float().log_softmax(-1)
+    total = -picked.gather(-1, labels[rows][:, None]).sum()
     return total / (len(rows) if num_items is None else num_items)
