@@ -141,6 +141,8 @@ class SftConfig:
     grad_clip: float = 1.0
     ranks: int = 1  # data-parallel processes on this machine
     threads: int = 0  # torch threads per rank; 0 keeps torch's default
+    gpus: float = 0.0  # GPUs per rank; 0 stays on the CPU
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 = torch autocast, fp32 masters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

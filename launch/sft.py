@@ -6,9 +6,11 @@ import json
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import torch
+from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
 from ..configs.errors import UserError
 from ..configs.schema import SftConfig
@@ -46,14 +48,33 @@ def run_sft(config: SftConfig) -> Path:
     )
     with tempfile.TemporaryDirectory(prefix="farhorizon-") as scratch:
         save_demonstrations(Path(scratch) / DATA_FILE, demonstrations)
-        if config.ranks == 1:
-            _train(0, config, str(parent), scratch)
-            return output
-        try:
-            torch.multiprocessing.spawn(_train, (config, str(parent), scratch), nprocs=config.ranks)
-        except torch.multiprocessing.ProcessRaisedException as error:
-            raise RunFailed(f"sft: {str(error).strip().splitlines()[-1]}") from None
+        train_ranks(config, str(parent), scratch)
     return output
+
+
+def train_ranks(config: SftConfig, parent: str, scratch: str) -> None:
+    """Train on the demonstrations in ``scratch``, in one process per rank; write the result."""
+    if config.ranks == 1:
+        _train(0, config, parent, scratch)
+        return
+    mistakes = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    try:
+        spawn(_train_process, (config, parent, scratch, mistakes), nprocs=config.ranks)
+    except ProcessRaisedException as error:
+        if not mistakes.empty():
+            raise UserError(mistakes.get()) from None
+        raise RunFailed(f"sft: {str(error).strip().splitlines()[-1]}") from None
+
+
+def _train_process(
+    rank: int, config: SftConfig, parent: str, scratch: str, mistakes: SimpleQueue[str]
+) -> None:
+    """`_train` in a process of its own: spawn hands on a traceback, not what was raised."""
+    try:
+        _train(rank, config, parent, scratch)
+    except UserError as error:
+        mistakes.put(str(error))
+        raise
 
 
 def _train(rank: int, config: SftConfig, parent: str, scratch: str) -> None:
@@ -62,7 +83,7 @@ def _train(rank: int, config: SftConfig, parent: str, scratch: str) -> None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     if config.ranks > 1:
-        join_processes(rank, config.ranks, f"file://{scratch}/rendezvous")
+        join_processes(rank, config.ranks, f"file://{scratch}/rendezvous", config.gpus > 0)
     start = load_checkpoint(parent)
     progress = _Progress(config.steps)
     tokens = train_on_demonstrations(
@@ -111,6 +132,7 @@ def _check(config: SftConfig, parent: Path, output: Path) -> None:
     for key in ("steps", "context", "batch_tokens", "ranks"):
         if getattr(config, key) < 1:
             raise UserError(f"{key}={getattr(config, key)} must be at least 1")
+    _check_devices(config)
     if config.batch_tokens < config.ranks * config.context:
         raise UserError(
             f"batch_tokens={config.batch_tokens} must hold one sequence of "
@@ -120,6 +142,17 @@ def _check(config: SftConfig, parent: Path, output: Path) -> None:
         raise UserError(f"output {output}: is the checkpoint to start from; choose another output")
     check_replaceable(output)
     check_context(parent, config.context, allow_longer=False)
+
+
+def _check_devices(config: SftConfig) -> None:
+    if 0 < config.gpus < 1 < config.ranks:
+        raise UserError(f"gpus={config.gpus:g}: several ranks cannot share a GPU; set gpus=1")
+    there = torch.cuda.device_count() if config.gpus > 0 else 0
+    if config.ranks * config.gpus > there:
+        raise UserError(
+            f"gpus={config.gpus:g} for each of ranks={config.ranks} is more than the {there} GPUs "
+            "of this machine; lower ranks, or set gpus=0 for the CPU"
+        )
 
 
 @dataclass(slots=True)

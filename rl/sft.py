@@ -100,9 +100,8 @@ class QuantileBalancing(TrainerCallback):
             )
 
 
-def join_processes(rank: int, ranks: int, rendezvous: str) -> None:
+def join_processes(rank: int, ranks: int, rendezvous: str, gpu: bool) -> None:
     """Join the other ranks on this machine, in a way that TRL's trainer takes over."""
-    gpu = torch.cuda.is_available()
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
     )
@@ -161,7 +160,7 @@ def _trainer(
     report: Callable[[SftStep], None],
     scratch: str,
 ) -> Any:
-    gpu = torch.cuda.is_available()
+    gpu = config.gpus > 0
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if gpu else "cpu")  # else it warns
     logging.set_verbosity_error()
     with warnings.catch_warnings():
@@ -187,7 +186,7 @@ def _trainer(
             weight_decay=0.0,
             adam_beta2=0.95,
             optim="adamw_torch_fused",
-            bf16=gpu,
+            bf16=config.dtype == "bfloat16",
             use_cpu=not gpu,
             include_num_input_tokens_seen="all",
             logging_steps=1,
@@ -198,6 +197,8 @@ def _trainer(
             # the first attention site reads the bare embedding, its depth query is never used
             ddp_find_unused_parameters=config.ranks > 1,
         )
+        # One process drives one GPU: DataParallel would take all that it sees.
+        arguments._n_gpu = min(arguments.n_gpu, 1)
         trainer = SFTTrainer(
             model=policy,
             processing_class=tokenizer,

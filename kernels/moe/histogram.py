@@ -42,7 +42,8 @@ class QuantileHistogram:
         if cutoff is None:
             cutoff = route(scores, self.bias, self.k)[2]
         required = cutoff[:, None] - scores
-        bins = ((required - self.low) / self.width).floor().clamp_(0, NUM_BINS - 1).long()
+        # Clamped as integers: one that is not finite (the step will be skipped) has a bin as well.
+        bins = ((required - self.low) / self.width).floor().long().clamp_(0, NUM_BINS - 1)
         flat = bins + torch.arange(scores.shape[1], device=bins.device) * NUM_BINS
         counts = torch.bincount(flat.flatten(), minlength=self.counts.numel())
         self.counts += counts.view_as(self.counts).to(torch.int32)

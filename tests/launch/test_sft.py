@@ -12,10 +12,10 @@ import torch
 
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import EnvConfig, SftConfig
-from farhorizon.launch.sft import collect, run_sft
+from farhorizon.launch.sft import DATA_FILE, collect, run_sft, train_ranks
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.checkpoint import load_checkpoint, save_checkpoint
-from farhorizon.policy.corpus import Demonstration, expert_messages
+from farhorizon.policy.corpus import Demonstration, expert_messages, save_demonstrations
 from farhorizon.policy.records import StageRecord
 from farhorizon.policy.tokenizer import (
     ChatFormat,
@@ -141,6 +141,8 @@ def test_demonstrations_fill_the_steps_once(parent: Path) -> None:
         ({"context": 20, "batch_tokens": 20}, "longer than the context of 20"),
         ({"batch_tokens": 100}, "batch_tokens=100 must hold one sequence of context=128"),
         ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"gpus": 99.0}, "gpus=99 for each of ranks=1 is more than the . GPUs of this machine"),
+        ({"gpus": 0.5, "ranks": 2}, "gpus=0.5: several ranks cannot share a GPU"),
         ({"policy": "nowhere"}, "nowhere: no such folder"),
     ],
 )
@@ -151,6 +153,57 @@ def test_mistakes_are_told_in_one_line(
         run_sft(settings(parent, tmp_path / "out", **changes))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_ranks_together_do_what_one_does_alone(parent: Path, tmp_path: Path) -> None:
+    """Two demonstrations fill a step: one row of both, or a row for each rank."""
+    rng = np.random.default_rng(1)
+    data = [
+        Demonstration(rng.integers(0, 320, 28).astype(np.int32), rng.random(28) < share)
+        for share in (0.3, 0.9)
+    ]
+    states = []
+    for ranks in (1, 2):
+        scratch = tmp_path / f"scratch-{ranks}"
+        scratch.mkdir()
+        save_demonstrations(scratch / DATA_FILE, data)
+        output = tmp_path / f"out-{ranks}"
+        config = settings(parent, output, steps=3, batch_tokens=56, ranks=ranks, lr=1e-3)
+        train_ranks(config, str(parent), str(scratch))
+        checkpoint = load_checkpoint(output)
+        assert checkpoint.stage.tokens_seen == 1000 + 3 * 56
+        states.append(checkpoint.policy.state_dict())
+    start = load_checkpoint(parent).policy.state_dict()
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, atol=1e-4, rtol=0, msg=name)
+    assert max(float((states[0][k] - start[k]).abs().max()) for k in start) > 1e-3
+
+
+def test_a_loss_that_is_not_finite_is_told_in_one_line(parent: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^sft step 2: the gradient of .* lower lr$"):
+        run_sft(settings(parent, tmp_path / "out", steps=3, lr=1e30, warmup_steps=0))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mistake_found_by_a_rank_arrives_as_it_was_raised(parent: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^nowhere: no such checkpoint folder$"):
+        train_ranks(settings(parent, tmp_path / "out", ranks=2), "nowhere", str(tmp_path))
+
+
+def test_the_cpu_is_used_unless_gpus_are_asked_for(parent: Path) -> None:
+    """Whatever the machine has: TRL is told neither to take a GPU nor to compute in bfloat16."""
+    start = load_checkpoint(parent)
+    for dtype in ("float32", "bfloat16"):
+        policy = load_checkpoint(parent).policy
+        config = settings(parent, parent, steps=1, batch_tokens=56, dtype=dtype)
+        data = [Demonstration(np.arange(56, dtype=np.int32), np.ones(56, np.bool_))]
+        losses: list[float] = []
+        seen = train_on_demonstrations(
+            policy, start.tokenizer, data, config, lambda step, kept=losses: kept.append(step.loss)
+        )
+        assert seen == 56 and losses[0] == pytest.approx(np.log(320), abs=0.6)
+        assert {p.device.type for p in policy.parameters()} == {"cpu"}
+        assert {p.dtype for p in policy.parameters()} == {torch.float32}
 
 
 def test_the_start_is_never_overwritten(parent: Path) -> None:
