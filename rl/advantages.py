@@ -11,10 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Rewards closer than this, relative to the largest magnitude of the group, count as equal.
 # Sums of the same turn rewards in another order differ in the last bit; dividing by a spread of
-# 1e-17 would turn that bit into an advantage.
+# 1e-17 would turn that bit into an advantage. So rewards count as equal when they are closer than
+# EQUAL_WITHIN of the largest magnitude in the group (fp32 carries no more), or than RESIDUE, which
+# is what fp64 terms of order one leave where they cancel.
 EQUAL_WITHIN = 1e-6
+RESIDUE = 1e-12
 
 
 def group_relative(
@@ -58,8 +60,8 @@ def _one_group(rewards: Tensor, scale: str, baseline: str) -> Tensor:
 
 
 def _equal(rewards: Tensor) -> bool:
-    largest = max(1.0, float(rewards.abs().max()))
-    return float(rewards.max() - rewards.min()) <= EQUAL_WITHIN * largest
+    largest = float(rewards.abs().max())
+    return float(rewards.max() - rewards.min()) <= max(EQUAL_WITHIN * largest, RESIDUE)
 
 
 def gae(

@@ -26,7 +26,7 @@ class BatchStats:
     groups: int
     groups_without_variance: int
     trajectories: int
-    invalid: int  # episodes without a finite reward: masked, never a reward of 0
+    without_reward: int  # failed, or a reward that is not finite: masked, never a reward of 0
     reward_mean: float
     success: float
     trained_tokens: int
@@ -38,7 +38,7 @@ class BatchStats:
             "groups": self.groups,
             "groups_without_variance": self.groups_without_variance,
             "trajectories": self.trajectories,
-            "invalid_rewards": self.invalid,
+            "episodes_without_reward": self.without_reward,
             "reward_mean": self.reward_mean,
             "train_success": self.success,
             "trained_tokens": self.trained_tokens,
@@ -77,7 +77,7 @@ def samples_of_groups(
         groups=len(siblings),
         groups_without_variance=len(siblings) - len(kept),
         trajectories=len(trajectories),
-        invalid=int((~valid).sum()),
+        without_reward=int((~valid).sum()),
         reward_mean=float(rewards[valid].mean()) if valid.any() else math.nan,
         success=_mean([t.success for t, v in zip(trajectories, valid, strict=True) if v]),
         trained_tokens=sum(int(s.loss_mask.sum()) for group in kept for s in group),

@@ -122,7 +122,7 @@ def test_a_batch_without_variance_is_skipped_and_says_so(learner: LearnerGroup) 
     result = learner.update([group("a", [1.0, 1.0]), group("b", [None, None])])
     assert result.skipped and result.version == learner.version == version
     assert result.metrics["groups_without_variance"] == 2
-    assert result.metrics["invalid_rewards"] == 2
+    assert result.metrics["episodes_without_reward"] == 2
 
 
 def test_mistakes_come_back_as_the_user_made_them(

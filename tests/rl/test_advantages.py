@@ -27,6 +27,16 @@ def test_equal_rewards_give_exactly_zero(reward: float, baseline: str, dtype: to
 def test_last_bit_of_a_sum_is_not_an_advantage() -> None:
     rewards = torch.tensor([0.1 + 0.2, 0.3, 0.3], dtype=torch.float64)
     assert group_relative(rewards, torch.zeros(3, dtype=torch.int64)).tolist() == [0, 0, 0]
+    cancelled = torch.tensor([0.1 + 0.2 - 0.3, -0.3 + 0.2 + 0.1, 0.0], dtype=torch.float64)
+    assert cancelled.any()
+    assert group_relative(cancelled, torch.zeros(3, dtype=torch.int64)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("unit", [5e-7, 1e-3, 1.0, 1e6])
+def test_the_unit_of_rewards_does_not_matter(unit: float) -> None:
+    assert _advantages([0.0, unit], [0, 0]) == pytest.approx([-1.0, 1.0])
+    assert _advantages([unit, unit * (1 + 1e-5)], [0, 0]) == pytest.approx([-1.0, 1.0])
+    assert _advantages([unit] * 2, [0, 0]) == [0.0, 0.0]
 
 
 def test_population_deviation() -> None:

@@ -75,7 +75,7 @@ def test_failed_episodes_leave_their_group_and_are_counted() -> None:
     ((a, b, c),), stats = samples_of_groups([group("t", [1.0, None, 0.0, 1.0])], group_relative)
     values = [s.advantages[-1] for s in (a, b, c)]
     assert values == pytest.approx([0.70711, -1.41421, 0.70711], abs=1e-5)
-    assert stats.metrics()["invalid_rewards"] == 1
+    assert stats.metrics()["episodes_without_reward"] == 1
     assert stats.reward_mean == pytest.approx(2 / 3) and stats.success == pytest.approx(2 / 3)
 
 
@@ -85,7 +85,7 @@ def test_groups_without_variance_are_left_out_and_counted() -> None:
     assert [[s.id for s in members] for members in kept] == [[4, 5, 6]]
     assert (stats.groups, stats.groups_without_variance, stats.trajectories) == (3, 2, 11)
     kept, stats = samples_of_groups([group("a", [None, math.nan])], group_relative)
-    assert kept == [] and stats.invalid == 2 and math.isnan(stats.reward_mean)
+    assert kept == [] and stats.without_reward == 2 and math.isnan(stats.reward_mean)
     assert samples_of_groups([], group_relative)[0] == []
 
 
