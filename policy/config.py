@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transformers import PretrainedConfig
+
+# Whole numbers that may be 0; all others count something that must be there.
+_MAY_BE_ZERO = (
+    "first_k_dense_replace",
+    "num_shared_experts",
+    "num_nextn_predict_layers",
+    "max_position_embeddings",
+)
+_LINEAR_KINDS = {
+    "num_heads": "int",
+    "head_dim": "int",
+    "short_conv_kernel_size": "int",
+    "use_full_rank_gate": "bool",
+    "gate_lower_bound": "bound | None",
+    "kda_layers": "list[int]",
+    "full_attn_layers": "list[int]",
+}
 
 
 class PolicyConfig(PretrainedConfig):
@@ -62,6 +80,9 @@ class PolicyConfig(PretrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
+        for name, kind in PolicyConfig.__annotations__.items():
+            if not name.endswith("_token_id"):
+                check_field(name, getattr(self, name), kind)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.linear_attn_config is None:  # as Kimi-Linear-48B, like every other default
@@ -86,6 +107,9 @@ class PolicyConfig(PretrainedConfig):
         ):
             if name not in linear:
                 raise ValueError(f"config.json: linear_attn_config.{name} is missing")
+        for name, kind in _LINEAR_KINDS.items():
+            if name in linear:
+                check_field(f"linear_attn_config.{name}", linear[name], kind)
         listed = sorted([*linear["kda_layers"], *linear["full_attn_layers"]])
         if listed != list(range(1, self.num_hidden_layers + 1)):
             raise ValueError(
@@ -98,6 +122,7 @@ class PolicyConfig(PretrainedConfig):
             "mla_use_nope": not self.mla_use_nope,
             "hidden_act": self.hidden_act not in ("situ", "silu"),
             "num_expert_group": self.num_expert_group != 1,
+            "tie_word_embeddings": self.tie_word_embeddings,
             "num_experts_per_token": not 1 <= self.num_experts_per_token <= self.num_experts,
         }
         for name, wrong in unsupported.items():
@@ -171,6 +196,29 @@ class PolicyConfig(PretrainedConfig):
             },
         }
         return cls(**(fields | overrides))
+
+
+def check_field(name: str, value: Any, kind: str) -> None:
+    """ValueError naming the field unless ``value`` is of ``kind``, an annotation as text."""
+    least = 0 if name in _MAY_BE_ZERO else 1
+    fits, wanted = {
+        "bool": (type(value) is bool, "true or false"),
+        "int": (type(value) is int and value >= least, f"a whole number of at least {least}"),
+        "float": (_is_number(value) and 0 < value < math.inf, "a positive number"),
+        "bound": (_is_number(value) and -5 <= value < 0, "null or a number in [-5, 0)"),
+        "str": (isinstance(value, str), "a text"),
+        "dict[str, Any]": (isinstance(value, dict), "an object"),
+        "list[int]": (
+            isinstance(value, list | tuple) and all(type(x) is int for x in value),
+            "a list of whole numbers",
+        ),
+    }[kind.removesuffix(" | None")]
+    if not fits and not (value is None and kind.endswith(" | None")):
+        raise ValueError(f"config.json: {name}={value!r} must be {wanted}")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def full_attention_layers(layers: int) -> list[int]:

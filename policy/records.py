@@ -12,7 +12,7 @@ from .config import PolicyConfig
 
 STAGE_FILE = "stage.json"
 
-# Without these a file would silently get the size of another policy.
+# Without these a file would silently get the size or the function of another policy.
 _REQUIRED_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -24,12 +24,27 @@ _REQUIRED_FIELDS = (
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
+    "hidden_act",
+    "first_k_dense_replace",
+    "moe_layer_freq",
     "num_experts",
     "num_experts_per_token",
+    "num_shared_experts",
     "moe_intermediate_size",
+    "routed_scaling_factor",
     "linear_attn_config",
     "max_position_embeddings",
 )
+# Kimi-Linear, which is all "silu", has none of these; a policy with SiTU says each of them.
+_REQUIRED_WITH_SITU = (
+    "mla_use_output_gate",
+    "latent_moe_use_norm",
+    "activation_situ_beta",
+    "activation_situ_linear_beta",
+)
+_REQUIRED_KEYS = ("q_lora_rank",)  # null is a value
+_REQUIRED_KEYS_WITH_SITU = ("attn_res_block_size", "routed_expert_hidden_size")
+_LINEAR_KEYS_WITH_SITU = ("gate_lower_bound", "use_full_rank_gate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +64,8 @@ class StageRecord:
 
 
 def read_config(folder: str | Path) -> PolicyConfig:
-    """The configuration of a checkpoint folder; a field that sizes the policy must be there."""
+    """The configuration of a checkpoint folder; a field that decides what the policy computes
+    must be there."""
     file = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise UserError(f"{folder}: no such checkpoint folder")
@@ -57,13 +73,29 @@ def read_config(folder: str | Path) -> PolicyConfig:
     fields = fields.get("text_config", fields)
     if "quantization_config" in fields:
         raise UserError(f"{file}: quantised weights are not supported; convert them to bfloat16")
-    missing = [name for name in _REQUIRED_FIELDS if fields.get(name) is None]
+    missing = missing_fields(fields)
     if missing:
         raise UserError(f"{file}: missing {listed(missing)}")
     try:
         return PolicyConfig.from_dict(fields)
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file}: {one_line(error)}") from None
+        message = one_line(error).removeprefix("config.json: ")
+        raise UserError(f"{file}: {message}") from None
+
+
+def missing_fields(fields: dict[str, Any]) -> list[str]:
+    """What a ``config.json`` leaves open that changes the size or the function of the policy."""
+    situ = fields.get("hidden_act") == "situ"
+    needed = (*_REQUIRED_FIELDS, *(_REQUIRED_WITH_SITU if situ else ()))
+    missing = [name for name in needed if fields.get(name) is None]
+    keys = (*_REQUIRED_KEYS, *(_REQUIRED_KEYS_WITH_SITU if situ else ()))
+    missing += [name for name in keys if name not in fields]
+    linear = fields.get("linear_attn_config")
+    if situ and isinstance(linear, dict):
+        missing += [
+            f"linear_attn_config.{name}" for name in _LINEAR_KEYS_WITH_SITU if name not in linear
+        ]
+    return missing
 
 
 def read_stage(folder: str | Path) -> StageRecord:

@@ -9,6 +9,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from farhorizon.configs.errors import UserError
 from farhorizon.policy import Policy, PolicyConfig, checkpoint
 from farhorizon.policy.checkpoint import load_checkpoint, save_checkpoint
-from farhorizon.policy.records import StageRecord, check_context, read_stage
+from farhorizon.policy.records import StageRecord, check_context, read_config, read_stage
 from farhorizon.policy.tokenizer import tokenizer_sha256, train_tokenizer
 
 TOKENIZER = train_tokenizer(["one two\n"], 300)
@@ -80,7 +81,7 @@ def test_files_have_the_published_names_and_config(folder: Path) -> None:
 
 
 def test_bf16_parameters_keep_fp32_thresholds(tmp_path: Path) -> None:
-    half = policy().to(torch.bfloat16)
+    half = policy().bfloat16()
     save_checkpoint(tmp_path / "half", half, CONFIG, TOKENIZER, STAGE)
     for dtype in (torch.float32, torch.bfloat16):
         loaded = load_checkpoint(tmp_path / "half", dtype).policy.state_dict()
@@ -173,13 +174,72 @@ def test_a_missing_file_is_named(folder: Path, name: str) -> None:
         load_checkpoint(folder)
 
 
-@pytest.mark.parametrize("field", ["kv_lora_rank", "linear_attn_config", "num_experts"])
-def test_a_missing_config_field_is_named(folder: Path, field: str) -> None:
-    fields = json.loads((folder / "config.json").read_text())
-    del fields[field]
+def write_config(folder: Path, fields: dict[str, Any]) -> Path:
+    folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(UserError, match=rf"config\.json: missing {field}$"):
+    return folder
+
+
+# What does not change the result: one value is supported, names and ids, what only a new policy
+# uses, and the epsilon that published checkpoints leave out.
+OPTIONAL = {
+    *("mla_use_nope", "moe_router_activation_func", "moe_renormalize", "use_grouped_topk"),
+    *("num_expert_group", "topk_group", "num_nextn_predict_layers", "tie_word_embeddings"),
+    *("num_key_value_heads", "initializer_range", "mla_norm_eps"),
+    *("pad_token_id", "bos_token_id", "eos_token_id"),
+}
+
+
+def test_every_missing_config_field_that_matters_is_named(tmp_path: Path) -> None:
+    complete = CONFIG.to_dict()
+    linear = complete["linear_attn_config"]
+    assert read_config(write_config(tmp_path / "whole", complete)).to_dict() == complete
+    for name in PolicyConfig.__annotations__.keys() - OPTIONAL:
+        fields = {key: value for key, value in complete.items() if key != name}
+        with pytest.raises(UserError, match=rf"config\.json: missing {name}\b"):
+            read_config(write_config(tmp_path / name, fields))
+    for name in linear:
+        fields = complete | {"linear_attn_config": {k: linear[k] for k in linear if k != name}}
+        with pytest.raises(UserError, match=rf"config\.json: .*linear_attn_config\.{name}\b"):
+            read_config(write_config(tmp_path / f"linear-{name}", fields))
+
+
+def test_a_kimi_linear_config_needs_no_gate_bound(tmp_path: Path) -> None:
+    presets = Path(__file__).parents[2] / "configs" / "policy"
+    for name in ("kimi-linear-48b", "k3"):
+        fields = json.loads((presets / f"{name}.json").read_text())
+        config = read_config(write_config(tmp_path / name, fields))
+        assert config.gate_lower_bound == (-5.0 if name == "k3" else None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rms_norm_eps", "x"),
+        ("rms_norm_eps", 0),
+        ("vocab_size", -1),
+        ("vocab_size", 300.0),
+        ("num_hidden_layers", "4"),
+        ("moe_layer_freq", 0),
+        ("tie_word_embeddings", True),
+        ("mla_use_output_gate", 1),
+        ("q_lora_rank", "32"),
+        ("routed_scaling_factor", float("nan")),
+        ("linear_attn_config", [1]),
+        ("linear_attn_config.head_dim", 0),
+        ("linear_attn_config.gate_lower_bound", -6.0),
+        ("linear_attn_config.kda_layers", "123"),
+    ],
+)
+def test_a_config_field_of_the_wrong_kind_is_named(folder: Path, field: str, value: Any) -> None:
+    fields = json.loads((folder / "config.json").read_text())
+    *path, name = field.split(".")
+    place = fields[path[0]] if path else fields
+    place[name] = value
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=rf"/config\.json: {field}=") as caught:
         load_checkpoint(folder)
+    assert "\n" not in str(caught.value)
 
 
 def test_another_tokenizer_and_damaged_json_are_refused(folder: Path) -> None:
