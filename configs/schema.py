@@ -19,7 +19,6 @@ class EnvConfig:
 class RolloutConfig:
     """Episode generation."""
 
-    engine: Literal["native"] = "native"
     actors: int = 1
     threads: int = 1  # torch threads per actor; 0 keeps torch's default
     gpus: float = 0.0  # GPUs reserved per actor
@@ -28,6 +27,7 @@ class RolloutConfig:
     max_turn_tokens: int = 16
     max_turns: int = 64
     env_retries: int = 1  # fresh tries of an episode whose environment failed
+    env_timeout_s: float = 600.0  # a call into an environment that takes longer has failed
     max_error_fraction: float = 0.2  # more failed episodes than this in one step stop the run
 
 
@@ -163,7 +163,8 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayConfig:
-    """One episode, printed."""
+    """One episode, printed, by this process alone: of ``rollout`` only the temperature, the turn
+    limits and what concerns the environment have a meaning here, no actors, threads or GPUs."""
 
     env: EnvConfig
     policy: str | None = None  # checkpoint or run folder; None lets the environment's expert act

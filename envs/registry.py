@@ -24,6 +24,10 @@ _factories: dict[str, Callable[..., MessageEnv]] = {}
 _plugins: dict[str, ModuleType] = {}  # modules named in `EnvConfig.plugins`, by import name
 
 
+class EnvBuildError(UserError):
+    """A constructor raised; during a rollout, where the same call has worked before, a fault."""
+
+
 def register(id: str, factory: Callable[..., MessageEnv]) -> None:
     """Offer ``factory`` (a class or function) under ``id``; a known id is replaced."""
     _factories[id] = factory
@@ -43,7 +47,14 @@ def make(id: str, **kwargs: Any) -> MessageEnv:
             f"{', '.join(registered())}; an id of your own needs env.plugins"
         )
     _check_arguments(id, factory, kwargs)
-    env = factory(**kwargs)
+    try:
+        env = factory(**kwargs)
+    except UserError:
+        raise
+    except Exception as error:
+        raise EnvBuildError(
+            f"env.id {id!r} cannot be built with env.kwargs {kwargs}: {_one_line(error)}"
+        ) from error
     if not isinstance(env, MessageEnv):
         raise UserError(f"env.id {id!r}: its factory made a {type(env).__name__}, no MessageEnv")
     return env

@@ -61,7 +61,7 @@ class RolloutActor:
         self._generator = NativeGenerator(policy, self._seed)
         self._receiver = WeightReceiver(policy)
         self._chat = ChatFormat(checkpoint.tokenizer)
-        self._calls = EnvCalls(self._config.concurrency)
+        self._calls = EnvCalls(self._config.concurrency, self._config.env_timeout_s)
         return os.getpid()
 
     @ray.method(concurrency_group="sync")

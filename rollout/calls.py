@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from threading import current_thread, main_thread
-from typing import Any
+from threading import Event, Lock, Thread, current_thread, get_ident, main_thread
+from typing import Any, get_args
 
 import numpy as np
 
 from ..configs.errors import UserError
 from ..envs.base import MessageEnv
-from ..envs.types import Message, Task
+from ..envs.registry import EnvBuildError
+from ..envs.types import Message, Role, Task
 
 _SLOW_MEAN_S = 0.002  # a kind of call with a larger mean goes to the threads,
 _SLOW_TOTAL_S = 0.1  # once that has cost this much
+_PROOF = 16  # quick calls after which a kind counts as quick
 _MAX_THREADS = 64
+_ROLES = get_args(Role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,87 +54,191 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call gave: a value, or the fault it ended in."""
+    """What a call gave: a value, or the fault it ended in.
+
+    A call that was given up still has its environment: nobody else may touch it, not even to
+    close it.
+    """
 
     value: Any
     fault: Fault | None
     seconds: float
+    given_up: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call in a thread; ``over`` when its outcome is in, be it that it was given up."""
+
+    tag: Any
+    kind: str
+    call: Callable[[], Any]
+    env: MessageEnv | None
+    started: float = 0.0
+    thread: int = 0
+    over: Event = field(default_factory=Event)
+    given_up: bool = False
 
 
 class EnvCalls:
     """Runs calls and hands out their outcomes in the order in which they end.
 
-    A call that takes microseconds would lose more in a thread than it takes, so calls run at once
-    until their kind (reset, step, close) proves slow; from then on that kind runs in threads.
-    What was learned lasts as long as the object. Calls of one environment must not overlap; they
-    may come from different threads. Any exception but the user's Ctrl-C becomes a `Fault`; a
+    A call that takes microseconds would lose more in a thread than it takes. So the first calls
+    of a kind (reset, step, close) each have a thread and are waited for; a kind that proves quick
+    by them is run at once from then on, one that proves slow, then or later, in threads side by
+    side. What was learned lasts as long as the object. Calls of one environment must not overlap;
+    they may come from different threads. Any exception but the user's Ctrl-C becomes a `Fault`; a
     `UserError` is a mistake of the user and stays one.
+
+    A call in a thread that takes more than ``timeout_s`` is a fault too. Its thread is given up;
+    should it ever return, it closes the environment. Only a kind that has proven quick runs
+    without that limit: an environment that answers `_PROOF` times at once and then hangs for
+    good does block its actor.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, timeout_s: float) -> None:
         self.seconds = 0.0  # spent in calls, over all threads
-        self._pool = ThreadPoolExecutor(min(threads, _MAX_THREADS), thread_name_prefix="env")
+        self.timeout_s = timeout_s
+        self._max_threads, self._threads = min(threads, _MAX_THREADS), 0
+        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
+        self._started: deque[_Call] = deque()  # in threads, by start
+        self._ending = Lock()  # a call ends or is given up, never both
         self._done: SimpleQueue[tuple[Any, Outcome | UserError]] = SimpleQueue()
         self._running = 0  # submitted and not yet handed out
-        self._inline: dict[str, tuple[int, float]] = {}  # kind -> calls, seconds
+        self._waited: dict[str, tuple[int, float]] = {}  # kind -> calls, seconds of the scheduler
         self._threaded: set[str] = set()
 
-    def submit(self, tag: Any, kind: str, call: Callable[[], Any]) -> None:
-        """Start a call; `ready` returns its outcome with ``tag``."""
+    def submit(
+        self, tag: Any, kind: str, call: Callable[[], Any], env: MessageEnv | None = None
+    ) -> None:
+        """Start a call of ``env`` (None: it builds one); `ready` gives its outcome with ``tag``."""
         self._running += 1
         if kind in self._threaded:
-            self._pool.submit(self._run, tag, call)
+            self._queue.put(_Call(tag, kind, call, env))
+            if self._threads < min(self._max_threads, self._running):
+                self._add_thread()
             return
-        seconds = self._run(tag, call)
         # The first call does not count: it may fill caches that all later ones use.
-        count, total = self._inline.get(kind, (-1, -seconds))
-        count, total = self._inline[kind] = count + 1, total + seconds
-        if total > max(_SLOW_TOTAL_S, count * _SLOW_MEAN_S):
+        count, total = self._waited.get(kind, (-1, 0.0))
+        start = time.perf_counter()
+        if count < _PROOF:
+            self._wait_for(_Call(tag, kind, call, env))
+        else:
+            self._done.put((tag, self._outcome(call)))
+        total += time.perf_counter() - start if count >= 0 else 0.0
+        self._waited[kind] = count + 1, total
+        if total > max(_SLOW_TOTAL_S, (count + 1) * _SLOW_MEAN_S):
             self._threaded.add(kind)
 
     def ready(self, wait: bool) -> list[tuple[Any, Outcome]]:
         """Outcomes that have come in; with ``wait`` at least one. Raises the user's mistakes."""
         out = []
-        try:
-            while True:
-                tag, outcome = self._done.get(block=wait and not out)
-                self._running -= 1
-                if isinstance(outcome, UserError):
-                    raise outcome
-                self.seconds += outcome.seconds
-                out.append((tag, outcome))
-        except Empty:
-            return out
+        while (ended := self._next(wait and not out)) is not None:
+            tag, outcome = ended
+            if isinstance(outcome, UserError):
+                raise outcome
+            self.seconds += outcome.seconds
+            out.append((tag, outcome))
+        return out
 
-    def drain(self) -> list[tuple[Any, Any]]:
-        """Wait for all calls; tags and values of outcomes that nobody took, without raising."""
+    def drain(self) -> list[tuple[Any, Outcome]]:
+        """Wait for all calls; outcomes that nobody took, without raising."""
         out = []
-        while self._running:
-            tag, outcome = self._done.get()
-            self._running -= 1
-            out.append((tag, outcome.value if isinstance(outcome, Outcome) else None))
+        while self._running and (ended := self._next(True)) is not None:
+            tag, outcome = ended
+            if isinstance(outcome, Outcome):
+                out.append((tag, outcome))
         return out
 
     def shutdown(self) -> None:
         """End the threads."""
-        self._pool.shutdown(wait=True)
+        for _ in range(self._threads):
+            self._queue.put(None)
 
-    def _run(self, tag: Any, call: Callable[[], Any]) -> float:
+    def _next(self, wait: bool) -> tuple[Any, Outcome | UserError] | None:
+        while True:
+            self._give_up_late_calls()
+            try:
+                ended = self._done.get(block=wait, timeout=min(1.0, self.timeout_s / 4))
+            except Empty:
+                if wait:
+                    continue
+                return None
+            self._running -= 1
+            return ended
+
+    def _add_thread(self) -> None:
+        self._threads += 1
+        Thread(target=self._work, name="env", daemon=True).start()
+
+    def _work(self) -> None:
+        while (call := self._queue.get()) is not None:
+            self._run(call)
+            if call.given_up:  # another thread has taken this one's place
+                return
+
+    def _wait_for(self, call: _Call) -> None:
+        Thread(target=self._run, args=(call,), name="env", daemon=True).start()
+        if not call.over.wait(self.timeout_s):
+            self._give_up(call)
+
+    def _run(self, call: _Call) -> None:
+        call.thread, call.started = get_ident(), time.monotonic()
+        self._started.append(call)
+        outcome = self._outcome(call.call)
+        with self._ending:
+            if not call.given_up:
+                self._done.put((call.tag, outcome))
+                call.over.set()
+                return
+        env = call.env
+        if env is None and isinstance(outcome, Outcome) and isinstance(outcome.value, tuple):
+            env = outcome.value[0]
+        if env is not None and call.kind != "close":
+            with suppress(BaseException):
+                env.close()
+
+    def _give_up_late_calls(self) -> None:
+        while self._started:
+            call = self._started[0]
+            if not call.over.is_set():
+                if time.monotonic() - call.started < self.timeout_s:
+                    return
+                if self._give_up(call):
+                    self._threads -= 1
+                    self._add_thread()
+            self._started.popleft()
+
+    def _give_up(self, call: _Call) -> bool:
+        """Make a call a fault if it is still running."""
+        frame = sys._current_frames().get(call.thread)
+        fault = Fault(
+            "EnvTimeout",
+            f"{call.kind} took more than rollout.env_timeout_s={self.timeout_s:g}",
+            "".join(traceback.format_stack(frame)) if frame is not None else "",
+        )
+        with self._ending:
+            if call.over.is_set():
+                return False
+            call.given_up = True
+            call.over.set()
+        self._threaded.add(call.kind)
+        self._done.put((call.tag, Outcome(None, fault, self.timeout_s, given_up=True)))
+        return True
+
+    def _outcome(self, call: Callable[[], Any]) -> Outcome | UserError:
         start = time.perf_counter()
         value, fault = None, None
         try:
             value = call()
-        except UserError as error:
-            self._done.put((tag, error))
-            return 0.0
         except BaseException as error:  # fault boundary: environments may raise SystemExit too
+            if isinstance(error, UserError) and not isinstance(error, EnvBuildError):
+                return error
             if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
                 self._running -= 1
                 raise
             fault = Fault.of(error)
-        seconds = time.perf_counter() - start
-        self._done.put((tag, Outcome(value, fault, seconds)))
-        return seconds
+        return Outcome(value, fault, time.perf_counter() - start)
 
 
 def build(factory: Callable[[], MessageEnv], task: Task) -> tuple[MessageEnv, tuple[Message, ...]]:
@@ -138,7 +246,7 @@ def build(factory: Callable[[], MessageEnv], task: Task) -> tuple[MessageEnv, tu
     env = factory()
     try:
         messages, _ = env.reset(seed=task.seed, options={"task": task})
-        return env, _messages(messages)
+        return env, checked_messages(messages)
     except BaseException:
         with suppress(Exception):
             env.close()
@@ -148,28 +256,44 @@ def build(factory: Callable[[], MessageEnv], task: Task) -> tuple[MessageEnv, tu
 def answer(env: MessageEnv, text: str) -> tuple[tuple[Message, ...], Any, bool, bool]:
     """One step: new messages, the raw reward, terminated, truncated."""
     messages, reward, terminated, truncated, _ = env.step(text)
-    return _messages(messages), reward, bool(terminated), bool(truncated)
+    return checked_messages(messages), reward, bool(terminated), bool(truncated)
 
 
-def _messages(value: Any) -> tuple[Message, ...]:
+def checked_messages(value: Any) -> tuple[Message, ...]:
+    """What an environment returned as messages; TypeError or ValueError if it is something else."""
     messages = tuple(value)
     for message in messages:
         if not isinstance(message, Message):
             raise TypeError(f"environments return Message objects, got {type(message).__name__}")
+        if message.role not in _ROLES:
+            raise ValueError(f"message role {message.role!r} is none of {', '.join(_ROLES)}")
+        if not isinstance(message.content, str):
+            raise TypeError(f"message content must be str, got {type(message.content).__name__}")
+        message.content.encode()  # lone surrogates have no UTF-8
     return messages
 
 
 def number(reward: Any, env: MessageEnv | None) -> float | None:
-    """The reward as a float, None if it is missing or not finite."""
+    """The reward as a float, None if it is missing, not finite or too large to be one."""
     if reward is None:
         return None
     try:
         if isinstance(reward, str | bytes) or getattr(reward, "ndim", 0) != 0:
             raise TypeError
         value = float(reward)
-    except (TypeError, ValueError):
+    except OverflowError:
+        return None
+    except Exception:  # the object's own conversion may raise anything
         raise UserError(
-            f"environment {type(env).__name__}: the reward must be a number, got "
-            f"{reward!r} ({type(reward).__name__})"
+            f"environment {type(env).__name__}: the reward must be a number, got {shown(reward)}"
         ) from None
     return value if np.isfinite(value) else None
+
+
+def shown(value: Any) -> str:
+    """A foreign value for people, on one line, not too long; never raises."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = "a value"
+    return f"{text[:80]} ({type(value).__name__})"

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 
-from ..configs.errors import UserError
 from ..configs.schema import RolloutConfig
 from ..envs.base import MessageEnv
 from ..envs.types import Message, StopReason, Task
-from .calls import EnvCalls, Fault, Outcome, answer, build, number
+from .calls import EnvCalls, Outcome, answer, build, number, shown
 from .sampler import stream_key
 from .types import (
     Completion,
@@ -62,11 +60,11 @@ def run_groups(
     to the environment; the reward of a truncated episode is the sum so far. With
     ``visible_context`` each request sees only that many last tokens, through a fresh state.
     An environment fault is retried ``env_retries`` times with a fresh environment, then the
-    episode ends as an error without reward. Raises UserError for a first prompt longer than
-    ``context`` and for rewards that are not numbers. ``calls`` may be shared by rollouts that
-    follow each other.
+    episode ends as an error without reward. One whose first prompt is longer than ``context``
+    ends at once, without a token. Raises UserError for rewards that are not numbers. ``calls``
+    may be shared by rollouts that follow each other.
     """
-    own = calls or EnvCalls(config.concurrency)
+    own = calls or EnvCalls(config.concurrency, config.env_timeout_s)
     run = _Run(generator, group_size, env_factory, chat, config, context, visible_context, own)
     try:
         return run.play(tasks)
@@ -126,7 +124,7 @@ class _Run:
         self.playing: dict[int, _Episode] = {}  # by session
         self.live: set[_Episode] = set()
         self.finished: dict[str, list[Trajectory]] = {}
-        self.env_errors = self.invalid_rewards = 0
+        self.env_errors = self.invalid_rewards = self.long_prompts = 0
         self.policy_seconds = 0.0
 
     def play(self, tasks: Sequence[Task]) -> tuple[list[Group], RolloutStats]:
@@ -180,17 +178,16 @@ class _Run:
     def _on_reset(self, wave: _Wave, episode: _Episode, outcome: Outcome) -> None:
         wave.waiting -= 1
         if outcome.fault is not None:
-            self._fail(episode, outcome.fault)
+            self._fail(episode, outcome)
         else:
             episode.env, messages = outcome.value
             ids = [*self.chat.render_reply(messages), *self.chat.prompt()]
             if len(ids) > self.context:
-                raise UserError(
-                    f"context={self.context} is smaller than the first prompt of task "
-                    f"{episode.task.id} ({len(ids)} tokens); raise context"
-                )
-            episode.append(ids)
-            wave.ready.append(episode)
+                self.long_prompts += 1
+                self._finish(episode, StopReason.CONTEXT_LIMIT)
+            else:
+                episode.append(ids)
+                wave.ready.append(episode)
         if wave.waiting == 0:
             self._open(wave.ready)
 
@@ -236,11 +233,12 @@ class _Run:
             (partial(self._on_answer, completion.finish), episode),
             "step",
             partial(answer, episode.env, text),
+            episode.env,
         )
 
     def _on_answer(self, finish: FinishReason, episode: _Episode, outcome: Outcome) -> None:
         if outcome.fault is not None:
-            self._fail(episode, outcome.fault)
+            self._fail(episode, outcome)
             return
         messages, raw_reward, terminated, truncated = outcome.value
         reward = number(raw_reward, episode.env)
@@ -249,7 +247,7 @@ class _Run:
             self._finish(
                 episode,
                 StopReason.ERROR,
-                f"InvalidReward: the environment returned reward {raw_reward!r}",
+                f"InvalidReward: the environment returned reward {shown(raw_reward)}",
             )
             return
         episode.rewards.append(reward)
@@ -286,11 +284,13 @@ class _Run:
         )
         self.playing[episode.session] = episode
 
-    def _fail(self, episode: _Episode, fault: Fault) -> None:
+    def _fail(self, episode: _Episode, outcome: Outcome) -> None:
         """The fault policy: a fresh try while there are any left, then an error."""
         self.env_errors += 1
+        if outcome.given_up:
+            episode.env = None
         if episode.faults >= self.config.env_retries:
-            self._finish(episode, StopReason.ERROR, str(fault))
+            self._finish(episode, StopReason.ERROR, str(outcome.fault))
             return
         self._leave(episode)
         self._close_env(episode)
@@ -327,18 +327,19 @@ class _Run:
     def _close_env(self, episode: _Episode) -> None:
         env, episode.env = episode.env, None
         if env is not None:
-            self.calls.submit((_ignore, episode), "close", env.close)
+            self.calls.submit((_ignore, episode), "close", env.close, env)
 
     def _abandon(self) -> None:
         """Close every environment, those included that running calls are about to deliver."""
         self.generator.clear()
-        for (_, episode), value in self.calls.drain():
-            if episode.env is None and isinstance(value, tuple) and value:
-                episode.env = value[0]
+        for (_, episode), outcome in self.calls.drain():
+            if outcome.given_up:
+                episode.env = None
+            elif episode.env is None and isinstance(outcome.value, tuple):
+                episode.env = outcome.value[0]
         for episode in self.live:
-            if episode.env is not None:
-                with suppress(Exception):
-                    episode.env.close()
+            self._close_env(episode)
+        self.calls.drain()
 
     def _stats(self, groups: list[Group], before: dict[str, int], seconds: float) -> RolloutStats:
         played = [t for group in groups for t in group.trajectories]
@@ -348,6 +349,7 @@ class _Run:
             errors=sum(t.stop is StopReason.ERROR for t in played),
             env_errors=self.env_errors,
             invalid_rewards=self.invalid_rewards,
+            long_prompts=self.long_prompts,
             turns=sum(t.turns for t in played),
             policy_seconds=self.policy_seconds,
             env_seconds=self.env_seconds,

@@ -129,6 +129,7 @@ class RolloutStats:
     errors: int = 0  # episodes that ended in an error
     env_errors: int = 0  # faults of environments, those of tries that were repeated included
     invalid_rewards: int = 0
+    long_prompts: int = 0  # episodes whose first prompt was longer than the context
     turns: int = 0
     sampled_tokens: int = 0
     prompt_tokens: int = 0  # given tokens, counted for every sequence that has them

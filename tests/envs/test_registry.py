@@ -48,6 +48,13 @@ def plugin(tmp_path: Path) -> Iterator[Path]:
     sys.modules.pop("my_envs", None)
 
 
+def test_a_constructor_that_raises_is_one_line() -> None:
+    message = r"env\.id 'echo-v0' cannot be built with env\.kwargs {'turns': 'abc'}: \w+Error: .*"
+    with pytest.raises(UserError, match=message) as caught:
+        make("echo-v0", turns="abc")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("id", ["my/Counter-v0", "my_envs:Counter"])
 def test_a_plugin_by_path_with_its_arguments(plugin: Path, id: str) -> None:
     config = EnvConfig(id=id, kwargs={"turns": 2, "label": "from config"}, plugins=(str(plugin),))

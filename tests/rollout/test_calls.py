@@ -1,0 +1,133 @@
+"""Calls into environments: what runs at once, what in threads, and how long anything may take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from threading import Event, get_ident
+from typing import Any
+
+import pytest
+
+from farhorizon.configs.schema import RolloutConfig
+from farhorizon.envs.registry import EnvBuildError
+from farhorizon.envs.types import StopReason, Task
+from farhorizon.rollout.calls import EnvCalls
+from farhorizon.rollout.episode import run_groups
+
+from ..fakes import ScriptedEnv, ScriptedGenerator, WordChat
+
+
+@pytest.fixture
+def calls() -> Iterator[EnvCalls]:
+    made = EnvCalls(threads=4, timeout_s=0.2)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def release() -> Iterator[Event]:
+    """Ends what hangs, at the latest when the test does."""
+    event = Event()
+    yield event
+    event.set()
+
+
+def in_turn(calls: EnvCalls, work: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Values of calls that wait for each other."""
+    out = []
+    for one in work:
+        calls.submit(None, "step", one)
+        out += [outcome.value for _, outcome in calls.ready(wait=True)]
+    return out
+
+
+def test_quick_calls_move_to_the_scheduler_once_proven(calls: EnvCalls) -> None:
+    threads = in_turn(calls, [get_ident] * 40)
+    assert get_ident() not in threads[:16]
+    assert set(threads[20:]) == {get_ident()}
+
+
+def test_one_slow_first_call_is_no_proof(calls: EnvCalls) -> None:
+    waits = [0.12, *[0.0] * 30]
+    threads = in_turn(calls, [lambda w=wait: (time.sleep(w), get_ident())[1] for wait in waits])
+    assert threads[-1] == get_ident()
+
+
+def test_calls_that_hang_end_as_faults_and_hold_up_nothing(calls: EnvCalls, release: Event) -> None:
+    """More of them than there are threads: the call behind them still has its turn."""
+    start = time.perf_counter()
+    for number in range(9):
+        calls.submit(number, "step", release.wait)
+    calls.submit("good", "step", lambda: 5)
+    outcomes = {}
+    while len(outcomes) < 10:
+        outcomes |= dict(calls.ready(wait=True))
+    assert time.perf_counter() - start < 2.0  # 1 + ceil(8 / 4) times 0.2 s
+    assert outcomes["good"].value == 5 and outcomes["good"].fault is None
+    for number in range(9):
+        fault = outcomes[number].fault
+        assert str(fault).startswith("EnvTimeout: step took more than rollout.env_timeout_s=0.2\n")
+        assert outcomes[number].given_up
+    assert "wait" in outcomes[8].fault.trace  # where it hangs
+
+
+class Hanging(ScriptedEnv):
+    """Waits in the given step (0 is reset) until it is released."""
+
+    hang_at: int
+    release: Event
+
+    def reset(self, **kwargs: Any) -> Any:
+        if self.hang_at == 0:
+            self.release.wait()
+        return super().reset(**kwargs)
+
+    def step(self, action: str) -> Any:
+        if self.hang_at == 1 + len(self.actions):
+            self.release.wait()
+        return super().step(action)
+
+
+@pytest.mark.parametrize("hang_at", [0, 2])
+def test_an_environment_that_hangs_is_retried_then_masked(hang_at: int, release: Event) -> None:
+    """C21. Nobody closes an environment under a call; the late call does it itself, once."""
+    ScriptedEnv.built = ScriptedEnv.closed = Hanging.built = Hanging.closed = 0
+    made: list[ScriptedEnv] = []
+
+    def build() -> ScriptedEnv:
+        made.append(Hanging(replies=["x"]) if len(made) in (0, 2, 3) else ScriptedEnv("go", ["x"]))
+        return made[-1]
+
+    Hanging.hang_at, Hanging.release = hang_at, release
+    groups, stats = run_groups(
+        ScriptedGenerator([[2, 0]] * 2),
+        [Task("first", 0), Task("second", 1)],
+        1,
+        build,
+        WordChat(["go", "x"]),
+        RolloutConfig(env_timeout_s=0.1, env_retries=1, concurrency=1),
+        64,
+    )
+    first, second = (group.trajectories[0] for group in groups)
+    assert first.reward == 1.0 and first.stop is StopReason.TERMINATED
+    assert second.reward is None and second.stop is StopReason.ERROR
+    assert second.error is not None and second.error.startswith("EnvTimeout: ")
+    assert (stats.env_errors, stats.errors) == (3, 1)
+    assert Hanging.closed == 0 and ScriptedEnv.closed == 1
+    release.set()
+    deadline = time.monotonic() + 5
+    while Hanging.closed < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert Hanging.closed == Hanging.built == 3
+
+
+def test_a_constructor_that_fails_later_on_is_a_fault(calls: EnvCalls) -> None:
+    """It worked when the run started, so this is no mistake in the config."""
+
+    def build() -> None:
+        raise EnvBuildError("env.id 'box' cannot be built: OSError: no space left")
+
+    calls.submit(None, "reset", build)
+    ((_, outcome),) = calls.ready(wait=True)
+    assert str(outcome.fault).startswith("EnvBuildError: env.id 'box' cannot be built: OSError")
