@@ -5,7 +5,8 @@
 #
 # seed=N goes to every phase; output=DIR is the folder of the whole run (default: a new folder
 # under runs/); stage.KEY=V and sft.KEY=V go to those phases; any other key=value goes to train.
-# Phases that are complete in an output=DIR given a second time are not repeated.
+# With the same output=DIR a second time, phases that are complete are not repeated, and stage and
+# train go on where they stopped.
 set -euo pipefail
 
 output=

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from ..configs.errors import UserError
-from ..configs.schema import AlgorithmConfig, Stage, StageConfig, SyncConfig
+from ..configs.load import dump_config, load_config
+from ..configs.schema import AlgorithmConfig, EnvConfig, Stage, StageConfig, SyncConfig
 from ..envs.registry import tasks
 from ..policy.corpus import PackedCorpus, Split, TextCorpus, cut, demonstration
 from ..policy.records import StageRecord, read_stage
@@ -33,6 +34,9 @@ from .stage_record import StageRecorder, StageStep, Transition
 FIXED_TOKENS = 8192  # of the fixed text, at least; one sequence of the longest context at least
 SETTLING_STEPS = 4
 FINAL_LR = 0.1  # of the last stage's rate, reached at its end
+UNTRAINED = "0-untrained"  # the folder of a new policy, until the run is done
+# A run that goes on keeps these: its data and what was trained so far follow from them.
+IDENTITY = ("policy", "stages", "text", "seed", "vocab_size", "env", "episode_fraction")
 
 
 @dataclass(slots=True)
@@ -54,49 +58,39 @@ class _Run:
 def run_stages(config: StageConfig) -> Path:
     """Train all stages; the result is the checkpoint folder ``config.output``, which is returned.
 
-    Each stage leaves a checkpoint of its own under ``stages/`` in it. RunFailed when a switch was
-    not smooth; everything is written all the same.
+    Each stage leaves a checkpoint of its own under ``stages/`` in it; a run that was stopped goes
+    on from the newest. RunFailed when a switch was not smooth: then the stages are all there is.
     """
     output = Path(config.output)
     _check(config, output)
-    untrained = output / "stages" / "0-untrained"
-    start = starting_checkpoint(config, untrained)
+    finished = _finished_stages(config, output)
+    untrained = output / "stages" / UNTRAINED
+    start = finished[-1] if finished else starting_checkpoint(config, untrained)
     record = read_stage(start)
-    if config.stages[0].context < record.context:
+    if not finished and config.stages[0].context < record.context:
         raise UserError(
             f"stages: the first context {config.stages[0].context} is shorter than "
             f"the {record.context} tokens that {start} was trained for"
         )
     chat = ChatFormat(load_tokenizer(start))
+    _check_episodes(config, len(finished), chat)
     fixed = _fixed_text(config, chat)
-    recorder = StageRecorder(output, len(config.stages), sum(map(len, fixed)))
-    with ExitStack() as stack:
-        stack.enter_context(cluster(config.ray_address))
-        learner = LearnerGroup(
-            str(start),
-            replace(config.learner, lr=config.stages[0].lr),
-            AlgorithmConfig(),
-            SyncConfig(),
-            config.seed,
-            temperature=1.0,
-        )
-        stack.callback(learner.close)
-        run = _Run(config, learner, chat, fixed, recorder, record.tokens_seen)
-        for index, stage in enumerate(config.stages):
-            _train_stage(run, index)
-            record = StageRecord(
-                stage.context,
-                (*record.stages, stage.context),
-                run.tokens,
-                record.tokenizer_sha256,
-                None if start == untrained else str(start),
-            )
-            start = output / "stages" / f"{len(record.stages)}-{stage.context}"
-            learner.save_policy(start, record)
+    stored = output / "config.yaml"
+    (output / "stages").mkdir(parents=True, exist_ok=True)
+    stored.write_text(dump_config(config), encoding="utf-8")
+    if finished:
+        print(f"stage: goes on from {start}, {len(finished)} of {len(config.stages)} stages done")
+    recorder = StageRecorder(output, len(config.stages), sum(map(len, fixed)), len(finished))
+    try:
+        if len(finished) < len(config.stages):
+            start = _train_stages(config, start, len(finished), chat, fixed, recorder)
+    except KeyboardInterrupt:
+        print(f"stage: interrupted; what goes on from the newest stage: farhorizon stage {stored}")
+        raise
     shutil.rmtree(untrained, ignore_errors=True)
-    _publish(start, output)
-    print(f"stage: {run.tokens} tokens; checkpoint {output}", flush=True)
     recorder.require_smooth()
+    _publish(start, output)
+    print(f"stage: {read_stage(output).tokens_seen} tokens; checkpoint {output}", flush=True)
     return output
 
 
@@ -106,6 +100,43 @@ def learning_rate(stages: Sequence[Stage], index: int, step: int) -> float:
     stage = stages[index]
     end = stages[index + 1].lr if index + 1 < len(stages) else FINAL_LR * stage.lr
     return stage.lr + (end - stage.lr) * step / stage.steps
+
+
+def _train_stages(
+    config: StageConfig,
+    start: Path,
+    first: int,
+    chat: ChatFormat,
+    fixed: list[np.ndarray],
+    recorder: StageRecorder,
+) -> Path:
+    """All stages from the 0-based ``first``, each saved at its end; the last one's checkpoint."""
+    record = read_stage(start)
+    with ExitStack() as stack:
+        stack.enter_context(cluster(config.ray_address))
+        learner = LearnerGroup(
+            str(start),
+            replace(config.learner, lr=config.stages[first].lr),
+            AlgorithmConfig(),
+            SyncConfig(),
+            config.seed,
+            temperature=1.0,
+        )
+        stack.callback(learner.close)
+        run = _Run(config, learner, chat, fixed, recorder, record.tokens_seen)
+        for index in range(first, len(config.stages)):
+            _train_stage(run, index)
+            context = config.stages[index].context
+            record = StageRecord(
+                context,
+                (*record.stages, context),
+                run.tokens,
+                record.tokenizer_sha256,
+                None if start.name == UNTRAINED else str(start),
+            )
+            start = Path(config.output) / "stages" / f"{len(record.stages)}-{context}"
+            learner.save_policy(start, record)
+    return start
 
 
 def _train_stage(run: _Run, index: int) -> None:
@@ -193,11 +224,11 @@ def _corpus(
         yield PackedCorpus(text, None, 0.0, config.seed)
         return
     context = config.stages[index].context
-    horizons = [{**config.env.kwargs, **stage.env_kwargs} for stage in config.stages[: index + 1]]
-    distinct = [kwargs for i, kwargs in enumerate(horizons) if kwargs not in horizons[:i]]
+    horizons = [_stage_env(config.env, stage) for stage in config.stages[: index + 1]]
+    distinct = [env for i, env in enumerate(horizons) if env not in horizons[:i]]
     id = config.env.id
     with ExitStack() as stack:
-        envs = [expert_env(replace(config.env, kwargs=kwargs)) for kwargs in distinct]
+        envs = [expert_env(env) for env in distinct]
         for env in envs:
             stack.callback(env.close)
 
@@ -206,6 +237,10 @@ def _corpus(
             return demonstration(envs[number % len(envs)], task.seed, chat, context).token_ids
 
         yield PackedCorpus(text, episode, config.episode_fraction, config.seed)
+
+
+def _stage_env(env: EnvConfig, stage: Stage) -> EnvConfig:
+    return replace(env, kwargs={**env.kwargs, **stage.env_kwargs})
 
 
 def _fixed_text(config: StageConfig, chat: ChatFormat) -> list[np.ndarray]:
@@ -232,6 +267,39 @@ def _publish(folder: Path, output: Path) -> None:
             os.link(file, target)
         except OSError:  # a file system without hard links
             shutil.copy2(file, target)
+
+
+def _finished_stages(config: StageConfig, output: Path) -> list[Path]:
+    """Checkpoints of the stages that a run in ``output`` has finished, in order.
+
+    UserError if it was another run.
+    """
+    folders = [file.parent for file in (output / "stages").glob("[1-9]*-*/stage.json")]
+    if not folders:
+        return []
+    before = load_config(StageConfig, str(output / "config.yaml"), [])
+    other = [key for key in IDENTITY if getattr(before, key) != getattr(config, key)]
+    if other:
+        raise UserError(
+            f"output {output}: holds stages of a run with another {', '.join(other)}; "
+            "choose another output"
+        )
+    return sorted(folders, key=lambda folder: int(folder.name.split("-")[0]))
+
+
+def _check_episodes(config: StageConfig, first: int, chat: ChatFormat) -> None:
+    """One episode of each stage from ``first`` must fit its context: found now, not days later."""
+    if config.env is None or config.episode_fraction == 0:
+        return
+    seed = tasks(config.env.id, "train", 0, 1, config.seed)[0].seed
+    for number, stage in list(enumerate(config.stages))[first:]:
+        env = expert_env(_stage_env(config.env, stage))
+        try:
+            demonstration(env, seed, chat, stage.context)
+        except UserError as error:
+            raise UserError(f"stages[{number}]: {error}") from None
+        finally:
+            env.close()
 
 
 def _check(config: StageConfig, output: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from ..policy.records import read_json
 from .interrupt import RunFailed
 
 LIMIT = 0.02  # relative change of the fixed text's loss that a switch may make
@@ -75,17 +76,35 @@ class Transition:
 
 class StageRecorder:
     """Prints and writes; files in ``output`` are ``metrics.jsonl`` (a line per step, as it
-    happens), ``transitions.json`` and ``stage.png``."""
+    happens), ``transitions.json`` and ``stage.png``. Of a run that goes on it keeps what the
+    ``finished`` stages left."""
 
-    def __init__(self, output: Path, stages: int, fixed_tokens: int) -> None:
+    def __init__(self, output: Path, stages: int, fixed_tokens: int, finished: int = 0) -> None:
         self.output, self.stages, self.fixed_tokens = output, stages, fixed_tokens
         self.steps: list[StageStep] = []
         self.measured: list[tuple[int, float]] = []
         self.transitions: list[Transition] = []
         output.mkdir(parents=True, exist_ok=True)
         self._metrics = output / "metrics.jsonl"
-        self._metrics.unlink(missing_ok=True)
         self._printed = 0.0
+        if finished:
+            self._restore(finished)
+        rows = "".join(json.dumps(asdict(step)) + "\n" for step in self.steps)
+        _replace(self._metrics, rows)
+
+    def _restore(self, finished: int) -> None:
+        lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        whole = [StageStep(**json.loads(line)) for line in lines if line.endswith("\n")]
+        self.steps = [step for step in whole if step.stage <= finished]
+        content = read_json(self.output / "transitions.json")
+        measured = content["fixed_text"][: 2 * finished]  # at the start and the end of a stage
+        self.measured = [(row["tokens"], row["loss"]) for row in measured]
+        names = [field.name for field in fields(Transition)]
+        self.transitions = [
+            Transition(**{name: row[name] for name in names})
+            for row in content["transitions"]
+            if row["tokens"] < self.steps[-1].tokens
+        ]
 
     def step(self, step: StageStep) -> None:
         """One optimizer step."""
@@ -124,8 +143,7 @@ class StageRecorder:
                 for t in self.transitions
             ],
         }
-        text = json.dumps(content, indent=2) + "\n"
-        (self.output / "transitions.json").write_text(text, encoding="utf-8")
+        _replace(self.output / "transitions.json", json.dumps(content, indent=2) + "\n")
         draw_stages(self.output / "stage.png", self.steps, self.measured, self.transitions)
 
     def require_smooth(self) -> None:
@@ -136,6 +154,13 @@ class StageRecorder:
                 f"the switch of {rough[0]}: more than {LIMIT:.0%}; train the stage before it "
                 f"longer or with a lower final lr (all switches: {self.output}/transitions.json)"
             )
+
+
+def _replace(file: Path, text: str) -> None:
+    """A reader finds the old content or the new, whenever the run is killed."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
 
 
 def draw_stages(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from farhorizon.configs.errors import UserError
-from farhorizon.configs.load import PRESETS, load_config
+from farhorizon.configs.load import PRESETS, dump_config, load_config
 from farhorizon.configs.schema import EnvConfig, LearnerConfig, Stage, StageConfig
+from farhorizon.launch import stage as stage_command
 from farhorizon.launch.fresh import starting_checkpoint
 from farhorizon.launch.interrupt import RunFailed
 from farhorizon.launch.stage import learning_rate, run_stages
@@ -109,6 +111,7 @@ def test_stages_end_to_end_and_on_from_there(
 
     with pytest.raises(UserError, match="holds a finished checkpoint"):
         run_stages(config)
+    check_going_on(config, output, capsys)
     further = replace(
         config,
         policy=str(output),
@@ -120,6 +123,74 @@ def test_stages_end_to_end_and_on_from_there(
     assert record.tokens_seen == 12 * 256 - 128 and record.parent == str(output)
     with pytest.raises(UserError, match="first context 32 is shorter than the 64 tokens"):
         run_stages(replace(config, policy=str(output), output=str(output.parent / "shorter")))
+
+
+def check_going_on(config: StageConfig, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run killed in its second stage goes on from the first and ends where it would have."""
+    killed = finished.parent / "killed"
+    (killed / "stages").mkdir(parents=True)
+    shutil.copytree(finished / "stages" / "1-32", killed / "stages" / "1-32")
+    (killed / "stages" / ".2-64.partial").mkdir()
+    for name in ("config.yaml", "transitions.json"):
+        shutil.copy(finished / name, killed)
+    lines = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_text("".join(lines[:8]) + lines[8][:20])
+    with pytest.raises(UserError, match="stages of a run with another seed, env; choose another"):
+        run_stages(replace(config, output=str(killed), seed=1, env=None))
+    run_stages(replace(config, output=str(killed)))
+    assert f"goes on from {killed}/stages/1-32, 1 of 2 stages done" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (killed / "metrics.jsonl").open()]
+    before = [json.loads(line) for line in lines]
+    assert [(r["stage"], r["step"], r["tokens"]) for r in rows] == [
+        (r["stage"], r["step"], r["tokens"]) for r in before
+    ]
+    assert rows[:6] == before[:6]
+    assert rows[6]["loss"] == pytest.approx(before[6]["loss"], rel=1e-4)  # the same batch
+    record, whole = load_checkpoint(killed).stage, load_checkpoint(finished).stage
+    assert (record.stages, record.tokens_seen) == (whole.stages, whole.tokens_seen)
+    written = json.loads((killed / "transitions.json").read_text())
+    assert len(written["transitions"]) == 1 and len(written["fixed_text"]) == 4
+
+
+def test_a_run_with_a_rough_switch_is_never_a_checkpoint(config: StageConfig) -> None:
+    """All stages are there, one switch was rough: fails again, as often as it is called."""
+    output = killed_in_the_second_stage(config, transition(after=2.2, tokens=50))
+    shutil.copytree(output / "stages" / "1-32", output / "stages" / "2-64")
+    for _ in range(2):
+        with pytest.raises(RunFailed, match=r"context 128 -> 512.*more than 2%"):
+            run_stages(config)
+        assert not (output / "stage.json").exists() and (output / "stages" / "2-64").is_dir()
+
+
+def test_ctrl_c_prints_the_command_that_goes_on(
+    config: StageConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: object) -> Path:
+        raise KeyboardInterrupt
+
+    output = killed_in_the_second_stage(config, transition(tokens=50))
+    monkeypatch.setattr(stage_command, "_train_stages", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_stages(config)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith(f"farhorizon stage {output}/config.yaml")
+    assert load_config(StageConfig, last.split()[-1], []) == config
+
+
+def killed_in_the_second_stage(config: StageConfig, switch: Transition) -> Path:
+    """The folder of such a run, made without training; its parts are told by `check_going_on`."""
+    output = Path(config.output)
+    start = starting_checkpoint(config, output / "stages" / "1-32")
+    fields = json.loads((start / "stage.json").read_text())
+    (start / "stage.json").write_text(json.dumps(fields | {"context": 32, "stages": [32]}))
+    (output / "config.yaml").write_text(dump_config(config))
+    recorder = StageRecorder(output, stages=2, fixed_tokens=100)
+    recorder.step(StageStep(1, 32, 1, 1, 100, 2.0, 1e-3, 1.0, 1.1, 0.0, 99.0))
+    recorder.fixed_text(0, 2.0)
+    recorder.fixed_text(100, 2.0)
+    recorder.transition(switch)
+    recorder.write()
+    return output
 
 
 @pytest.mark.parametrize(
@@ -136,7 +207,11 @@ def test_stages_end_to_end_and_on_from_there(
         ({"stages": (STAGES[1], STAGES[0])}, r"stages\[1\].context=32 is shorter"),
         (
             {"stages": (replace(STAGES[0], context=16, batch_tokens=16),)},
-            "longer than the context of",
+            r"stages\[0\]: env: the demonstration of seed \d+ is longer than the context of 16",
+        ),
+        (
+            {"stages": (STAGES[0], replace(STAGES[1], env_kwargs={"turns": 30}))},
+            r"stages\[1\]: env: the demonstration of seed \d+ is longer than the context of 64",
         ),
         ({"episode_fraction": 1.5}, "between 0 and 1"),
     ],
@@ -190,3 +265,8 @@ def test_shipped_stage_configs_are_valid(name: str) -> None:
     assert all(stage.batch_tokens % stage.context == 0 for stage in config.stages)
     if name == "1m":
         assert contexts == [8192, 65536, 262144, 1048576]
+        assert config.env is not None
+        horizons = [{**config.env.kwargs, **stage.env_kwargs}["tokens"] for stage in config.stages]
+        assert all(
+            n <= 0.75 * stage.context for n, stage in zip(horizons, config.stages, strict=True)
+        )
