@@ -18,13 +18,13 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
 from ..configs.load import dump_config
 from ..configs.schema import AlgorithmConfig, BenchConfig, EnvConfig, SyncConfig
@@ -47,13 +47,9 @@ def bench(name: str, config: BenchConfig) -> int:
     """Run a benchmark by name and print its table; returns 0."""
     if name != "grpo":
         raise UserError(f"bench {name}: no such benchmark; known: grpo")
-    for key, value in (("steps", config.steps), ("runs", config.runs)):
-        if value < 1:
-            raise UserError(f"{key}={value} must be at least 1")
+    check_bounds(config)
     if config.learner.minibatches != 1:
         raise UserError("learner.minibatches must be 1: TRL's step is one optimizer step as well")
-    if find_spec("datasets") is None:
-        raise UserError("TRL needs the package datasets: pip install 'farhorizon[bench]'")
     if config.output is not None:
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     ours: list[Measurement] = []

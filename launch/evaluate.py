@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
 from ..configs.load import load_config, override_config
 from ..configs.schema import EnvConfig, EvalConfig, TrainConfig
@@ -30,12 +31,11 @@ def evaluate(path: str, overrides: list[str]) -> int:
     """
     checkpoint = find_checkpoint(path).absolute()
     config = override_config(_defaults(checkpoint, Path(path), overrides), overrides)
+    check_bounds(config)
     if config.env is None:
         raise UserError(f"{path} belongs to no run: name the environment, env.id=...")
     env = portable(config.env)
     context = config.context or read_stage(checkpoint).context
-    if config.episodes < 1:
-        raise UserError(f"episodes={config.episodes} must be at least 1")
     check_context(checkpoint, context, config.allow_longer_context)
     check_first_prompt(env, context, load_tokenizer(checkpoint), config.seed)
     with cluster(config.ray_address):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
 from ..configs.schema import PlayConfig
 from ..envs.base import MessageEnv
@@ -22,6 +23,7 @@ TRAINED, GIVEN = ">", " "
 
 def play(config: PlayConfig) -> int:
     """Print the held-out episode of ``config.seed``; returns 0."""
+    check_bounds(config)
     task = tasks(config.env.id, "heldout", 0, 1, config.seed)[0]
     if config.policy is None:
         _play_expert(make_config(config.env), task, config.rollout.max_turns)

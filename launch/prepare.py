@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
 from ..configs.load import dump_config, load_config
-from ..configs.schema import EnvConfig, RolloutConfig, TrainConfig
+from ..configs.schema import EnvConfig, TrainConfig
 from ..envs.registry import make_config, tasks
 from ..policy.records import StageRecord, check_context, read_config, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
+from ..rollout.calls import checked_messages
 from . import checkpoints
 from .checkpoints import Found, RunState
 
-# A run keeps these for life: its data and its random numbers follow from them.
-IDENTITY = ("env", "seed", "group_size", "groups_per_step")
+# A run keeps these for life: its start, its data and its random numbers follow from them.
+IDENTITY = ("policy", "env", "seed", "group_size", "groups_per_step")
 
 
 @dataclass(slots=True)
@@ -41,16 +44,20 @@ class Run:
         """What a checkpoint of this moment says."""
         return RunState(self.step, self.tasks, config_digest(self.config))
 
+    def advance(self, tasks: int, tokens: int) -> None:
+        """Count one more step, which used up ``tasks`` and saw ``tokens``."""
+        self.step += 1
+        self.tasks += tasks
+        self.stage = replace(self.stage, tokens_seen=self.stage.tokens_seen + tokens)
+
 
 def prepare(config: TrainConfig) -> Run:
     """Check a training config against the world; UserError for whatever does not fit."""
-    _check_numbers(config)
+    check_bounds(config)
     folder = Path(config.output).absolute()
-    config = replace(config, output=str(folder), env=portable(config.env))
-    if checkpoints.newest(folder) is None:
-        config = replace(config, policy=str(find_checkpoint(config.policy).absolute()))
-    else:  # its weights are not needed any more
-        config = replace(config, policy=str(Path(config.policy).absolute()))
+    _check_output(folder)
+    policy = _starting_policy(config, folder)
+    config = replace(config, policy=str(policy), output=str(folder), env=portable(config.env))
     notes: list[str] = []
     resumed = _find_resumable(config, folder, notes)
     checkpoint = resumed.folder if resumed else Path(config.policy)
@@ -101,7 +108,8 @@ def check_first_prompt(
     task = tasks(env.id, "train", 0, 1, seed)[0]
     made = make_config(env)
     try:
-        messages, _ = made.reset(seed=task.seed, options={"task": task})
+        observation, _ = made.reset(seed=task.seed, options={"task": task})
+        messages = checked_messages(observation)
     except UserError:
         raise
     except Exception as error:  # boundary to user code: its fault in one line
@@ -159,38 +167,23 @@ def _changes(before: Any, after: Any, key: str = "") -> list[str]:
     return out
 
 
-def _check_numbers(config: TrainConfig) -> None:
-    minimum = {
-        "steps": 0,
-        "context": 1,
-        "groups_per_step": 1,
-        "group_size": 2,
-        "max_staleness": 0,
-        "eval_every": 0,
-        "eval_episodes": 0,
-        "save_every": 0,
-        "keep": 1,
-        "rollout.actors": 1,
-        "rollout.concurrency": 1,
-        "rollout.max_turn_tokens": 1,
-        "rollout.max_turns": 1,
-        "rollout.env_retries": 0,
-        "learner.ranks": 1,
-        "learner.micro_batch_tokens": 1,
-        "learner.minibatches": 1,
-        "sync.bucket_mb": 1,
-        "sync.canary_tokens": 2,
-    }
-    for key, least in minimum.items():
-        value: Any = config
-        for name in key.split("."):
-            value = getattr(value, name)
-        if value < least:
-            raise UserError(f"{key}={value} must be at least {least}")
-    check_temperature(config.rollout)
+def _starting_policy(config: TrainConfig, folder: Path) -> Path:
+    """The checkpoint a run starts from, free of links; one that goes on may have lost it."""
+    try:
+        return find_checkpoint(config.policy).resolve()
+    except UserError:
+        if checkpoints.newest(folder) is None:
+            raise
+        return Path(config.policy).resolve()
 
 
-def check_temperature(rollout: RolloutConfig) -> None:
-    """Training needs a distribution: greedy samples have none."""
-    if rollout.temperature <= 0:
-        raise UserError(f"rollout.temperature={rollout.temperature} must be above 0 for training")
+def _check_output(folder: Path) -> None:
+    """UserError if no run can be written there."""
+    if (folder / "config.json").is_file():
+        raise UserError(f"output {folder}: is a checkpoint folder; choose another output")
+    # os.path: asks without an exception where even looking is forbidden
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not nearest.is_dir():
+        raise UserError(f"output {folder}: {nearest} is not a directory; choose another output")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"output {folder}: {nearest} is not writable; choose another output")

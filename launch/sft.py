@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
+from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
 from ..configs.schema import SftConfig
 from ..envs.registry import tasks
@@ -129,9 +130,7 @@ def collect(config: SftConfig, chat: ChatFormat) -> list[Demonstration]:
 
 
 def _check(config: SftConfig, parent: Path, output: Path) -> None:
-    for key in ("steps", "context", "batch_tokens", "ranks"):
-        if getattr(config, key) < 1:
-            raise UserError(f"{key}={getattr(config, key)} must be at least 1")
+    check_bounds(config)
     _check_devices(config)
     if config.batch_tokens < config.ranks * config.context:
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,8 @@ def test_fresh_run(config: TrainConfig, checkpoint: Path) -> None:
         ("group_size=1", "group_size=1 must be at least 2"),
         ("keep=0", "keep=0 must be at least 1"),
         ("rollout.temperature=0", r"rollout\.temperature=0\.0 must be above 0"),
+        ("output=/dev/null", "output /dev/null: /dev/null is not a directory"),
+        ("output=/dev/null/run", "output /dev/null/run: /dev/null is not a directory"),
     ],
 )
 def test_bad_input_is_one_line(config: TrainConfig, override: str, message: str) -> None:
@@ -107,6 +110,40 @@ def test_changed_settings_are_told_and_another_task_is_refused(config: TrainConf
     ]
     with pytest.raises(UserError, match="holds a run with another seed: 0 -> 1"):
         prepare(replace(config, seed=1))
+
+
+def test_a_run_goes_on_from_its_own_start_only(config: TrainConfig, tmp_path: Path) -> None:
+    """New weights in an old output would be ignored: the run's own are the ones that go on."""
+    save_run(prepare(config).config, 1)
+    assert prepare(config).step == 1
+    link, other = tmp_path / "link", tmp_path / "other"
+    link.symlink_to(config.policy)
+    assert prepare(replace(config, policy=str(link))).step == 1
+    shutil.copytree(config.policy, other)
+    with pytest.raises(UserError, match=r"holds a run with another policy: .* -> .*/other; choose"):
+        prepare(replace(config, policy=str(other)))
+
+
+def test_a_start_inside_another_run_stays_known(config: TrainConfig, tmp_path: Path) -> None:
+    first = prepare(config).config
+    save_run(first, 1)
+    second = replace(config, policy=config.output, output=str(tmp_path / "second"))
+    stored = prepare(second).config
+    save_run(stored, 1)
+    assert prepare(second).step == 1  # as it was given
+    assert prepare(stored).step == 1  # as the resume line gives it
+
+
+def test_output_is_no_checkpoint(config: TrainConfig) -> None:
+    with pytest.raises(UserError, match="is a checkpoint folder; choose another output"):
+        prepare(replace(config, output=config.policy))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_output_is_writable(config: TrainConfig, tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(UserError, match="locked is not writable"):
+        prepare(replace(config, output=str(tmp_path / "locked" / "run")))
 
 
 def test_resume_needs_no_starting_checkpoint(config: TrainConfig, tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""Allowed ranges of numeric settings, one table for every command."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
+from typing import Any
+
+from . import schema
+from .errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Numbers between two ends; ``open`` leaves out the low one, ``half`` the high one."""
+
+    low: float
+    high: float = math.inf
+    open: bool = False
+    half: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.open else value >= self.low
+        below = value < self.high if self.half else value <= self.high
+        return math.isfinite(value) and above and below
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            text = "at least {:g} and below {:g}" if self.half else "between {:g} and {:g}"
+            return text.format(self.low, self.high)
+        return f"{'above' if self.open else 'at least'} {self.low:g}"
+
+
+_ANY = _Range(0)
+_ONE = _Range(1)
+_POSITIVE = _Range(0, open=True)
+
+# A dotted key narrows, for one command, what the component itself allows.
+_TABLE: dict[type, dict[str, _Range]] = {
+    schema.RolloutConfig: {
+        "actors": _ONE,
+        "threads": _ANY,
+        "gpus": _ANY,
+        "concurrency": _ONE,
+        "temperature": _ANY,
+        "max_turn_tokens": _ONE,
+        "max_turns": _ONE,
+        "env_retries": _ANY,
+        "env_timeout_s": _POSITIVE,
+        "max_error_fraction": _Range(0, 1),
+    },
+    schema.AlgorithmConfig: {
+        "clip_low": _POSITIVE,
+        "clip_high": _POSITIVE,
+        "dual_clip": _Range(1, open=True),
+    },
+    schema.LearnerConfig: {
+        "ranks": _ONE,
+        "threads": _ANY,
+        "gpus": _ANY,
+        "micro_batch_tokens": _ONE,
+        "minibatches": _ONE,
+        "lr": _POSITIVE,
+        "betas": _Range(0, 1, half=True),
+        "eps": _POSITIVE,
+        "weight_decay": _ANY,
+        "grad_clip": _ANY,
+        "warmup_steps": _ANY,
+        "max_skipped_steps": _ONE,
+    },
+    schema.SyncConfig: {
+        "bucket_mb": _ONE,
+        "canary_tokens": _Range(2),
+        "canary_tolerance": _POSITIVE,
+    },
+    schema.TrainConfig: {
+        "seed": _ANY,
+        "steps": _ONE,
+        "context": _ONE,
+        "groups_per_step": _ONE,
+        "group_size": _Range(2),  # an advantage compares siblings
+        "max_staleness": _ANY,
+        "eval_every": _ANY,
+        "eval_episodes": _ANY,
+        "save_every": _ANY,
+        "keep": _ONE,
+        "rollout.temperature": _POSITIVE,  # greedy samples have no distribution to learn from
+    },
+    schema.Stage: {"context": _Range(2), "steps": _ONE, "batch_tokens": _ONE, "lr": _POSITIVE},
+    schema.StageConfig: {"seed": _ANY, "vocab_size": _ONE, "episode_fraction": _Range(0, 1)},
+    schema.SftConfig: {
+        "seed": _ANY,
+        "context": _ONE,
+        "steps": _ONE,
+        "batch_tokens": _ONE,
+        "lr": _POSITIVE,
+        "warmup_steps": _ANY,
+        "grad_clip": _ANY,
+        "ranks": _ONE,
+        "threads": _ANY,
+        "gpus": _ANY,
+    },
+    schema.EvalConfig: {"seed": _ANY, "episodes": _ONE, "context": _ONE, "visible_context": _ONE},
+    schema.PlayConfig: {"seed": _ANY, "context": _ONE},
+    schema.BenchConfig: {
+        "seed": _ANY,
+        "steps": _ONE,
+        "runs": _ONE,
+        "rollout.temperature": _POSITIVE,
+    },
+}
+
+
+def check_bounds(config: Any) -> None:
+    """UserError naming the first setting, by its dotted key, that is not finite or out of range.
+
+    None passes wherever the schema allows it.
+    """
+    for key, value, allowed in _settings(config, ""):
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and number not in allowed:
+                finite = "" if math.isfinite(number) else "finite and "
+                raise UserError(f"{key}={_text(value)} must be {finite}{allowed}")
+    if isinstance(config, schema.TrainConfig) and config.learner.dtype != "float32":
+        raise UserError(
+            f"learner.dtype={config.learner.dtype} must be float32 in train: rollout computes in "
+            "float32, so the log-probs of its samples would not be the learner's"
+        )
+
+
+def _settings(config: Any, prefix: str) -> Iterator[tuple[str, Any, _Range]]:
+    """Every bounded setting in a config and its parts: dotted key, value, what is allowed."""
+    for key, allowed in _TABLE.get(type(config), {}).items():
+        yield f"{prefix}{key}", attrgetter(key)(config), allowed
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            yield from _settings(value, f"{prefix}{field.name}.")
+        elif isinstance(value, tuple):
+            for index, item in enumerate(value):
+                if is_dataclass(item):
+                    yield from _settings(item, f"{prefix}{field.name}.{index}.")
+
+
+def _text(value: Any) -> str:
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)

@@ -1,0 +1,92 @@
+"""Numbers out of range are refused by their dotted key, in whatever command they are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from farhorizon.configs.bounds import check_bounds
+from farhorizon.configs.errors import UserError
+from farhorizon.configs.load import load_config, override_config
+from farhorizon.configs.schema import (
+    BenchConfig,
+    EvalConfig,
+    PlayConfig,
+    SftConfig,
+    StageConfig,
+    TrainConfig,
+)
+
+ENV = ["env.id=echo-v0"]
+BASE = {
+    BenchConfig: [],
+    EvalConfig: ENV,
+    PlayConfig: ENV,
+    SftConfig: ["policy=p", "context=8", *ENV],
+    StageConfig: [
+        "policy=p",
+        "text=stdlib",
+        "stages=[{context: 8, steps: 1, batch_tokens: 8, lr: 0.1}]",
+    ],
+    TrainConfig: ["policy=p", "context=8", *ENV],
+}
+
+
+@pytest.mark.parametrize("schema", BASE)
+def test_defaults_are_within_bounds(schema: type) -> None:
+    check_bounds(load_config(schema, None, BASE[schema]))
+
+
+@pytest.mark.parametrize(
+    ("schema", "override", "message"),
+    [
+        (TrainConfig, "learner.lr=nan", "learner.lr=nan must be finite and above 0"),
+        (TrainConfig, "learner.lr=inf", "learner.lr=inf must be finite and above 0"),
+        (TrainConfig, "learner.lr=0", "learner.lr=0.0 must be above 0"),
+        (TrainConfig, "learner.warmup_steps=-1", "learner.warmup_steps=-1 must be at least 0"),
+        (
+            TrainConfig,
+            "learner.betas=[0.9, 1.0]",
+            "learner.betas=[0.9, 1.0] must be at least 0 and below 1",
+        ),
+        (TrainConfig, "learner.eps=0", "learner.eps=0.0 must be above 0"),
+        (TrainConfig, "learner.weight_decay=-1", "learner.weight_decay=-1.0 must be at least 0"),
+        (TrainConfig, "learner.grad_clip=-1", "learner.grad_clip=-1.0 must be at least 0"),
+        (TrainConfig, "learner.ranks=0", "learner.ranks=0 must be at least 1"),
+        (TrainConfig, "algorithm.clip_low=0", "algorithm.clip_low=0.0 must be above 0"),
+        (TrainConfig, "algorithm.dual_clip=1", "algorithm.dual_clip=1.0 must be above 1"),
+        (TrainConfig, "sync.canary_tolerance=0", "sync.canary_tolerance=0.0 must be above 0"),
+        (TrainConfig, "rollout.temperature=0", "rollout.temperature=0.0 must be above 0"),
+        (TrainConfig, "rollout.env_timeout_s=0", "rollout.env_timeout_s=0.0 must be above 0"),
+        (
+            TrainConfig,
+            "rollout.max_error_fraction=1.1",
+            "rollout.max_error_fraction=1.1 must be between 0 and 1",
+        ),
+        (TrainConfig, "steps=0", "steps=0 must be at least 1"),
+        (TrainConfig, "seed=-1", "seed=-1 must be at least 0"),
+        (TrainConfig, "learner.dtype=bfloat16", "learner.dtype=bfloat16 must be float32 in train"),
+        (EvalConfig, "visible_context=0", "visible_context=0 must be at least 1"),
+        (EvalConfig, "visible_context=-5", "visible_context=-5 must be at least 1"),
+        (EvalConfig, "episodes=0", "episodes=0 must be at least 1"),
+        (EvalConfig, "rollout.temperature=-1", "rollout.temperature=-1.0 must be at least 0"),
+        (EvalConfig, "rollout.actors=0", "rollout.actors=0 must be at least 1"),
+        (PlayConfig, "rollout.max_turns=0", "rollout.max_turns=0 must be at least 1"),
+        (StageConfig, "stages.0.lr=nan", "stages.0.lr=nan must be finite and above 0"),
+        (StageConfig, "learner.minibatches=0", "learner.minibatches=0 must be at least 1"),
+        (StageConfig, "episode_fraction=1.5", "episode_fraction=1.5 must be between 0 and 1"),
+        (SftConfig, "lr=inf", "lr=inf must be finite and above 0"),
+        (BenchConfig, "steps=0", "steps=0 must be at least 1"),
+        (BenchConfig, "rollout.temperature=0", "rollout.temperature=0.0 must be above 0"),
+    ],
+)
+def test_out_of_bounds_is_one_line(schema: type, override: str, message: str) -> None:
+    config = override_config(load_config(schema, None, BASE[schema]), [override])
+    with pytest.raises(UserError) as caught:
+        check_bounds(config)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_greedy_evaluation_and_no_visible_context_are_allowed() -> None:
+    config = load_config(EvalConfig, None, ENV)
+    check_bounds(override_config(config, ["rollout.temperature=0", "visible_context=null"]))
