@@ -31,7 +31,7 @@ class Recorder:
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
         _write(folder / "config.yaml", config_text)
         self._metrics = folder / "metrics.jsonl"
-        self.rows = [row for row in _read_rows(self._metrics) if row["step"] <= step]
+        self.rows = [row for row in read_rows(self._metrics) if row["step"] <= step]
         _write(self._metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._drawn = time.monotonic()
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
@@ -104,7 +104,7 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict
     }
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of ``metrics.jsonl``; a torn last line, left by a kill, is dropped."""
     rows: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:

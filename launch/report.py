@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..rl.types import UpdateResult
+
 
 def wilson(successes: int, episodes: int, z: float = 1.959964) -> tuple[float, float]:
     """Wilson score interval of a success rate, 95 % by default.
@@ -126,6 +128,14 @@ def closing_lines(
         f"evaluate    farhorizon eval {run}",
         f"resume      {resume_line(run, steps * 2)}",
     ]
+
+
+def skipped_line(update: UpdateResult) -> str:
+    """What a gradient that was not finite cost."""
+    return (
+        f"gradient of {update.bad_tensor} is not finite, {update.metrics['skipped_steps']:g} "
+        f"optimizer steps skipped, weights at version {update.version}"
+    )
 
 
 def resume_line(run: Path, steps: int) -> str:

@@ -23,11 +23,11 @@ from ..rollout.types import Group, RolloutStats
 from . import checkpoints
 from .cluster import cluster
 from .evaluate import measure
-from .interrupt import uninterrupted
+from .interrupt import RunFailed, uninterrupted
 from .prepare import Run, prepare
 from .progress import Display
-from .record import Recorder
-from .report import Evaluation, closing_lines, curve_points, resume_line
+from .record import Recorder, read_rows
+from .report import Evaluation, closing_lines, curve_points, resume_line, skipped_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def train(config: TrainConfig) -> int:
     run = prepare(config)
     for note in run.notes:
         print(note)
-    if run.step >= run.config.steps:
+    if run.step >= run.config.steps and not _evaluation_due(run):
         print(
             f"{run.folder}: finished with {run.step} steps, 0 steps to do; steps=N goes further, "
             f"farhorizon eval {run.folder} evaluates it"
@@ -58,7 +58,7 @@ def train(config: TrainConfig) -> int:
         display = stack.enter_context(Display(run.config.steps, run.step))
         job = _start(run, recorder, display, stack)
         try:
-            result = _loop(job)
+            result = _play(job)
         except KeyboardInterrupt:
             with uninterrupted():
                 folder = _save(job)
@@ -102,14 +102,14 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
 def _loop(job: Job) -> Evaluation | None:
     """All steps that are left; the final evaluation."""
     run, config, display = job.run, job.run.config, job.display
-    result: Evaluation | None = None
     if run.step == 0 and config.eval_episodes:
         _evaluate(job)
     buffer = GroupBuffer(config.max_staleness)
     in_flight: deque[list] = deque()
     while run.step < config.steps:
         with display.phase("rollout"):
-            while len(in_flight) <= config.max_staleness:
+            ahead = min(1 + config.max_staleness, config.steps - run.step)
+            while len(in_flight) < ahead:
                 start = run.tasks + len(in_flight) * config.groups_per_step
                 batch = tasks(config.env.id, "train", start, config.groups_per_step, config.seed)
                 in_flight.append(job.pool.submit(batch, config.group_size))
@@ -121,38 +121,76 @@ def _loop(job: Job) -> Evaluation | None:
             fresh = buffer.take(config.groups_per_step, job.pool.version.number)
             with display.phase("learn"):
                 update = job.learner.update(fresh)
+            # The learner has left the step before: what is saved from here on is this step.
+            tokens = sum(len(t.token_ids) for group in groups for t in group.trajectories)
+            run.advance(config.groups_per_step, tokens)
             if not update.skipped:
                 with display.phase("sync"):
                     job.pool.sync(job.learner.publish())
-            run.step += 1
-            run.tasks += config.groups_per_step
-            _record(job, groups, stats, update, len(groups) - len(fresh))
+            _record(job, groups, stats, update, tokens, len(groups) - len(fresh))
         last = run.step == config.steps
         if last or (config.save_every and run.step % config.save_every == 0):
             with uninterrupted():
                 _save(job)
-        due = last or (config.eval_every and run.step % config.eval_every == 0)
+        due = not last and config.eval_every and run.step % config.eval_every == 0
         if due and config.eval_episodes:
-            result = _evaluate(job)
-    return result
+            _evaluate(job)
+    return _evaluate(job) if config.eval_episodes else None
+
+
+def _evaluation_due(run: Run) -> bool:
+    """Whether a run with all its steps done was stopped before its final evaluation."""
+    heldout, _ = curve_points(read_rows(run.folder / "metrics.jsonl"))
+    measured = any(point.step == run.step for point in heldout)
+    return run.config.eval_episodes > 0 and not measured
+
+
+def _play(job: Job) -> Evaluation | None:
+    """The loop; a failure in it keeps the steps that are done."""
+    try:
+        return _loop(job)
+    except Exception:
+        _rescue(job)
+        raise
+
+
+def _rescue(job: Job) -> None:
+    """Save the finished steps of a failing run, as far as that can be done."""
+    run, display = job.run, job.display
+    if run.step == 0:
+        return
+    with uninterrupted():
+        try:
+            if not job.learner.actors:
+                raise RunFailed("the learner has ended, and with it the weights")
+            display.line(f"failed after step {run.step}, saved {_save(job)}")
+        except Exception as error:  # the one that is being handled matters more
+            text = next(iter(str(error).splitlines()), type(error).__name__)
+            display.line(f"failed after step {run.step}, not saved: {text}")
+    display.line(f"resume      {resume_line(run.folder, run.config.steps)}")
 
 
 def _record(
-    job: Job, groups: list[Group], stats: RolloutStats, result: UpdateResult, stale: int
+    job: Job,
+    groups: list[Group],
+    stats: RolloutStats,
+    result: UpdateResult,
+    tokens: int,
+    stale: int,
 ) -> None:
     """Write the finished step to the run folder and show it."""
     run, display = job.run, job.display
     played = [t for group in groups for t in group.trajectories]
     rewards = [t.reward for t in played if t.reward is not None]
     varied = sum(len({t.reward for t in g.trajectories} - {None}) > 1 for g in groups)
-    tokens = sum(len(t.token_ids) for t in played)
-    run.stage = replace(run.stage, tokens_seen=run.stage.tokens_seen + tokens)
     seconds = display.take_seconds()
     total = sum(seconds.get(name, 0.0) for name in ("rollout", "learn", "sync"))
     success = sum(t.success for t in played) / max(len(rewards), 1)
     if varied == 0:
         display.line(f"step {run.step}: no group had reward variance, nothing to learn from")
-    if result.skipped and varied > 0:
+    if result.bad_tensor is not None:
+        display.line(f"step {run.step}: {skipped_line(result)}")
+    elif result.skipped and varied > 0:
         display.line(f"step {run.step}: update skipped, weights stay at version {result.version}")
     if stats.errors or stale:
         display.line(f"step {run.step}: {stats.errors} failed episodes, {stale} stale groups")

@@ -7,7 +7,6 @@ forwards), scoring and evaluation run outside of the counting context, padding b
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -21,8 +20,6 @@ from ..configs.schema import LearnerConfig
 from .algorithms import LossFunction
 from .engine import Engine
 from .types import LossOutput, MicroBatch, Share, UpdateResult
-
-logger = logging.getLogger(__name__)
 
 
 class Learner:
@@ -111,8 +108,6 @@ class Learner:
 
     def _skipped(self, bad_tensor: str | None) -> None:
         self.skipped_in_a_row += 1
-        if self.engine.rank == 0:
-            logger.warning("optimizer step skipped: gradient of %s is not finite", bad_tensor)
         if self.skipped_in_a_row >= self.config.max_skipped_steps:
             raise UserError(
                 f"learner: {self.skipped_in_a_row} optimizer steps in a row had a gradient that "

@@ -207,6 +207,18 @@ def test_evaluation_of_the_run(finished: TrainConfig) -> None:
     assert (result["episodes"], result["errors"], result["seed"]) == (16, 0, 3)
 
 
+def test_a_missed_final_evaluation_is_made_up(
+    finished: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(finished, output=str(tmp_path / "late"), steps=1, eval_episodes=0)
+    assert train(config) == 0
+    assert train(replace(config, eval_episodes=8)) == 0
+    assert [row["step"] for row in rows(config) if "eval/success" in row] == [1]
+    assert "result      held-out success 0" in capsys.readouterr().out
+    assert train(replace(config, eval_episodes=8)) == 0
+    assert "0 steps to do" in capsys.readouterr().out
+
+
 def test_stale_groups_within_bounds(finished: TrainConfig, tmp_path: Path) -> None:
     config = replace(
         finished, output=str(tmp_path / "async"), steps=3, max_staleness=1, eval_episodes=0

@@ -1,0 +1,148 @@
+"""The training loop on stand-ins for its processes: what it asks for, tells and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farhorizon.configs.errors import UserError
+from farhorizon.configs.load import dump_config
+from farhorizon.configs.schema import EnvConfig, TrainConfig
+from farhorizon.envs.types import Task
+from farhorizon.launch import train
+from farhorizon.launch.checkpoints import newest
+from farhorizon.launch.prepare import prepare
+from farhorizon.launch.progress import Display
+from farhorizon.launch.record import Recorder
+from farhorizon.policy.weights import PolicyVersion
+from farhorizon.rl.types import UpdateResult
+from farhorizon.rollout.types import Group, RolloutStats
+
+
+class Pool:
+    """Plays nothing; ``failing`` is the number of the batch that fails."""
+
+    def __init__(self, failing: int | None = None) -> None:
+        self.version = PolicyVersion(0, "")
+        self.submitted: list[str] = []
+        self.failing, self.collected = failing, 0
+
+    def submit(self, tasks: Sequence[Task], group_size: int) -> list[str]:
+        self.submitted.append(tasks[0].id)
+        return []
+
+    def collect(self, refs: Sequence[Any]) -> tuple[list[Group], RolloutStats]:
+        self.collected += 1
+        if self.collected == self.failing:
+            raise UserError("9 of 9 episodes failed")
+        return [], RolloutStats()
+
+    def sync(self, publication: None) -> None:
+        pass
+
+
+class Learner:
+    """Applies one optimizer step of two; ``actors`` is empty once it has failed."""
+
+    actors = (None,)
+
+    def update(self, groups: Sequence[Group]) -> UpdateResult:
+        return UpdateResult({"skipped_steps": 1.0}, 1, False, "mix.weight")
+
+    def publish(self) -> None:
+        pass
+
+    def save_policy(self, folder: Path, stage: Any) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+
+
+Start = Callable[..., train.Job]
+
+
+@pytest.fixture
+def start(checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
+    recorders = []
+
+    def make(pool: Pool, **changes: Any) -> train.Job:
+        config = TrainConfig(
+            policy=str(checkpoint),
+            output=str(tmp_path / "run"),
+            context=64,
+            steps=3,
+            groups_per_step=2,
+            eval_episodes=0,
+            save_every=0,
+            env=EnvConfig(id="echo-v0"),
+        )
+        run = prepare(replace(config, **changes))
+        recorders.append(Recorder(run.folder, dump_config(run.config), 0))
+        fakes: Any = (pool, Learner())
+        return train.Job(run, *fakes, recorders[-1], Display(run.config.steps))
+
+    yield make
+    for recorder in recorders:
+        recorder.close()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+def test_no_batch_is_played_that_no_step_needs(start: Start, ahead: int) -> None:
+    pool = Pool()
+    train._loop(start(pool, max_staleness=ahead))
+    assert pool.submitted == [f"echo-v0/train/{index}" for index in (0, 2, 4)]
+
+
+def test_a_skipped_minibatch_is_told(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    """C14: also when other minibatches of the step were applied."""
+    train._loop(start(Pool(), steps=1))
+    line = "step 1: gradient of mix.weight is not finite, 1 optimizer steps skipped"
+    assert line in capsys.readouterr().out
+
+
+def test_a_failure_keeps_the_finished_steps(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = start(Pool(failing=3))
+    with pytest.raises(UserError, match="9 of 9 episodes failed"):
+        train._play(job)
+    found = newest(job.run.folder)
+    assert found is not None and (found.state.step, found.state.tasks) == (2, 4)
+    text = capsys.readouterr().out
+    assert f"failed after step 2, saved {found.folder}" in text
+    assert f"farhorizon train {job.run.folder}/config.yaml steps=3" in text
+
+
+def test_what_cannot_be_saved_is_told_and_hides_nothing(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = start(Pool(failing=2))
+    job.learner.actors = []  # it ended with the failure
+    with pytest.raises(UserError, match="9 of 9 episodes failed"):
+        train._play(job)
+    assert newest(job.run.folder) is None
+    assert "failed after step 1, not saved: the learner has ended" in capsys.readouterr().out
+
+
+def test_a_failure_before_the_first_step_leaves_no_run_behind(start: Start) -> None:
+    job = start(Pool(failing=1))
+    with pytest.raises(UserError):
+        train._play(job)
+    assert newest(job.run.folder) is None
+
+
+def test_a_missed_final_evaluation_is_due(start: Start) -> None:
+    job = start(Pool(), steps=1)
+    train._loop(job)
+    assert not train._evaluation_due(job.run)  # none was asked for
+    asked = replace(job.run, config=replace(job.run.config, eval_episodes=8))
+    assert train._evaluation_due(asked)
+    values = {"eval/success": 0.5, "eval/ci_low": 0.2, "eval/ci_high": 0.8}
+    job.recorder.metrics(1, values)
+    assert not train._evaluation_due(asked)
