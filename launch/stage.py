@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
 from ..configs.load import dump_config, load_config
 from ..configs.schema import AlgorithmConfig, EnvConfig, Stage, StageConfig, SyncConfig
@@ -29,6 +30,7 @@ from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..rl.actor import LearnerGroup
 from .cluster import cluster
 from .fresh import expert_env, starting_checkpoint
+from .report import skipped_line
 from .stage_record import StageRecorder, StageStep, Transition
 
 FIXED_TOKENS = 8192  # of the fixed text, at least; one sequence of the longest context at least
@@ -154,8 +156,11 @@ def _train_stage(run: _Run, index: int) -> None:
             lr = learning_rate(stages, index, step - 1)
             run.learner.set_lr(lr)
             begin = time.perf_counter()
-            metrics = run.learner.update_nll(batch).metrics
+            update = run.learner.update_nll(batch)
             seconds = time.perf_counter() - begin
+            metrics = update.metrics
+            if update.bad_tensor is not None:
+                print(f"stage step {step}: {skipped_line(update)}", flush=True)
             size = sum(len(piece) for piece in batch)
             run.tokens += size
             recorder.step(
@@ -303,22 +308,20 @@ def _check_episodes(config: StageConfig, first: int, chat: ChatFormat) -> None:
 
 
 def _check(config: StageConfig, output: Path) -> None:
+    check_bounds(config)
     if not config.stages:
         raise UserError("stages: give at least one stage")
     for number, stage in enumerate(config.stages):
-        for key, least in (("context", 2), ("steps", 1), ("batch_tokens", stage.context)):
-            if getattr(stage, key) < least:
-                raise UserError(
-                    f"stages[{number}].{key}={getattr(stage, key)} must be at least "
-                    f"{least}" + (", one sequence" if key == "batch_tokens" else "")
-                )
+        if stage.batch_tokens < stage.context:
+            raise UserError(
+                f"stages[{number}].batch_tokens={stage.batch_tokens} must be at least "
+                f"{stage.context}, one sequence"
+            )
         if number and stage.context < config.stages[number - 1].context:
             raise UserError(
                 f"stages[{number}].context={stage.context} is shorter than that of "
                 "the stage before; contexts only grow"
             )
-    if not 0 <= config.episode_fraction <= 1:
-        raise UserError(f"episode_fraction={config.episode_fraction} must be between 0 and 1")
     if (output / "stage.json").exists():
         raise UserError(f"output {output}: holds a finished checkpoint; choose another output")
     if (
