@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +160,15 @@ def test_package_list_is_what_is_on_disk() -> None:
     for package in on_disk - {"farhorizon.kernels"}:
         folder = ROOT / package.removeprefix("farhorizon.").replace(".", "/")
         assert (folder / "__init__.py").exists(), package
+
+
+def test_what_is_imported_is_a_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]["vllm"]
+    declared = {re.split(r"[><=;]", text)[0] for text in [*project["dependencies"], *optional]}
+    declared = {{"pyyaml": "yaml"}.get(name, name) for name in declared}
+    used = {m.split(".")[0] for path in sources() for m, ours in imports(path) if not ours}
+    assert used - set(sys.stdlib_module_names) - {"farhorizon"} <= declared
 
 
 def test_yaml_folders_are_packages() -> None:
