@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..kernels.precision import widen
 from .config import PolicyConfig
 from .packing import Packing
 from .state import LatentCache
@@ -22,11 +23,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = widen(x)
         return F.rms_norm(wide, x.shape[-1:], self.weight.to(wide.dtype), self.eps).to(x.dtype)
-
-
-def widen(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in fp32, or as it is when it is fp64."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 class GatedMLA(nn.Module):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.kda import chunk_kda, recurrent_kda
-from .attention import widen
+from ..kernels.precision import widen
 from .config import PolicyConfig
 from .packing import Packing
 from .state import KdaState

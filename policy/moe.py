@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.moe import QuantileHistogram, grouped_experts, route, situ_glu
-from .attention import RMSNorm, widen
+from ..kernels.precision import widen
+from .attention import RMSNorm
 from .config import PolicyConfig
 
 

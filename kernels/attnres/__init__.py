@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..precision import widen
+
 __all__ = ["mix", "naive_mix"]
 
 
@@ -17,8 +19,8 @@ def naive_mix(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     """`mix` written from its formula, differentiated by autograd: the specification."""
-    stacked = torch.stack([_wide(s) for s in sources])  # [m, ..., D]
-    direction = (_wide(query) * _wide(norm_weight)).flatten()
+    stacked = torch.stack([widen(s) for s in sources])  # [m, ..., D]
+    direction = (widen(query) * widen(norm_weight)).flatten()
     inverse = torch.rsqrt(stacked.square().mean(-1) + eps)
     weights = torch.softmax((stacked @ direction) * inverse, 0)
     return (weights[..., None] * stacked).sum(0).to(sources[0].dtype)
@@ -55,12 +57,12 @@ class _Mix(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, norm, *sources = ctx.saved_tensors
         direction, inverse, weights, out = _mixture(query, norm, ctx.eps, sources)
-        grad = _wide(upstream[0])
+        grad = widen(upstream[0])
         along_out = (grad * out).sum(-1)
         d_direction = torch.zeros_like(direction)
         d_sources = []
         for source, rs, p in zip(sources, inverse, weights, strict=True):
-            v = _wide(source)
+            v = widen(source)
             d_score = p * ((grad * v).sum(-1) - along_out)  # [...]
             scaled = d_score * rs
             score = (v @ direction) * rs
@@ -69,7 +71,7 @@ class _Mix(torch.autograd.Function):
                 scaled[..., None] * direction - (scaled * score * rs / v.shape[-1])[..., None] * v
             )
             d_sources.append((p[..., None] * grad + pull).to(source.dtype))
-        wide_query, wide_norm = _wide(query).flatten(), _wide(norm)
+        wide_query, wide_norm = widen(query).flatten(), widen(norm)
         d_query = (d_direction * wide_norm).view(query.shape).to(query.dtype)
         d_norm = (d_direction * wide_query).to(norm.dtype)
         return d_query, d_norm, None, *d_sources
@@ -78,8 +80,8 @@ class _Mix(torch.autograd.Function):
 def _mixture(
     query: torch.Tensor, norm: torch.Tensor, eps: float, sources: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    direction = (_wide(query) * _wide(norm)).flatten()
-    wide = [_wide(s) for s in sources]
+    direction = (widen(query) * widen(norm)).flatten()
+    wide = [widen(s) for s in sources]
     inverse = [torch.rsqrt(v.square().mean(-1) + eps) for v in wide]
     weights = torch.softmax(
         torch.stack([(v @ direction) * rs for v, rs in zip(wide, inverse, strict=True)]), 0
@@ -88,7 +90,3 @@ def _mixture(
     for v, p in zip(wide[1:], weights[1:], strict=True):
         out = torch.addcmul(out, v, p[..., None])
     return direction, inverse, weights, out
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .chunk import chunk_kda_torch
-from .naive import kda_gate, naive_kda, prepare, sequence_bounds
+from .naive import check_state, kda_gate, naive_kda, prepare, sequence_bounds
 
 __all__ = ["chunk_kda", "kda_gate", "naive_kda", "recurrent_kda"]
 
@@ -35,11 +35,10 @@ def chunk_kda(
     logit with ``use_beta_sigmoid_in_kernel``). ``cu_seqlens [N + 1]`` packs N sequences in one row
     (B = 1). ``initial_state [N, H, K, V]``. Returns ``o [B, T, H, V]`` in v's dtype and the final
     state, fp32 or wider, or None. ``scale`` is ``K ** -0.5`` by default. Differentiable in every
-    floating input. ValueError names a shape or ``cu_seqlens`` that does not fit, or a
+    floating input. ``lower_bound`` is that of the gate in the kernel; a given log decay may be as
+    low as it likes. ValueError names a shape or ``cu_seqlens`` that does not fit, or a
     ``lower_bound`` outside [-5, 0) (None is the unbounded gate).
     """
-    if lower_bound is not None and not -5.0 <= lower_bound < 0:
-        raise ValueError(f"lower_bound must lie in [-5, 0) or be None, got {lower_bound}")
     qw, kw, vw, gw, bw = prepare(
         q,
         k,
@@ -56,12 +55,16 @@ def chunk_kda(
     )
     batch, length = q.shape[:2]
     bounds = tuple(sequence_bounds(batch, length, cu_seqlens))
-    _check_state(initial_state, len(bounds) - 1, qw, vw)
+    check_state(initial_state, len(bounds) - 1, qw, vw)
     out, final = chunk_kda_torch(
-        *(x.flatten(0, 1) for x in (qw, kw, vw, gw, bw)),
+        qw.flatten(0, 1),
+        kw.flatten(0, 1),
+        vw.flatten(0, 1),
+        gw.flatten(0, 1),
+        bw.flatten(0, 1),
         initial_state,
         bounds,
-        bounded=lower_bound is not None,
+        bounded=use_gate_in_kernel and lower_bound is not None,
     )
     return out.view(vw.shape).to(v.dtype), final if output_final_state else None
 
@@ -118,7 +121,7 @@ def recurrent_kda(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         lower_bound=lower_bound,
     )
-    _check_state(initial_state, batch, qw, vw)
+    check_state(initial_state, batch, qw, vw)
     state = initial_state.to(qw.dtype).flatten(0, 1)  # [B * H, K, V]
     outputs = []
     for t in range(length):
@@ -129,11 +132,3 @@ def recurrent_kda(
         outputs.append(torch.bmm(qt, state).view(batch, heads, -1))
     final = state.view(batch, heads, width, -1)
     return torch.stack(outputs, 1).to(v.dtype), final if output_final_state else None
-
-
-def _check_state(
-    state: torch.Tensor | None, sequences: int, q: torch.Tensor, v: torch.Tensor
-) -> None:
-    shape = (sequences, q.shape[2], q.shape[3], v.shape[3])
-    if state is not None and tuple(state.shape) != shape:
-        raise ValueError(f"initial_state has shape {tuple(state.shape)}, expected {shape}")

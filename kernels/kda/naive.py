@@ -12,6 +12,8 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from ..precision import widen
+
 
 def kda_gate(
     z: torch.Tensor,
@@ -33,11 +35,6 @@ def kda_gate(
     return lower_bound * torch.sigmoid(rate * z)
 
 
-def widen(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in fp32, or as it is when it is fp64."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -54,6 +51,8 @@ def prepare(
     lower_bound: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Wide inputs of the bare recurrence: normalised and scaled q, k, v, log decay, beta."""
+    if lower_bound is not None and not -5.0 <= lower_bound < 0:
+        raise ValueError(f"lower_bound must lie in [-5, 0) or be None, got {lower_bound}")
     check_shapes(q, k, v, g, beta)
     q, k, v, beta = widen(q), widen(k), widen(v), widen(beta)
     if use_gate_in_kernel:
@@ -81,6 +80,15 @@ def check_shapes(
     for name, shape in (("v", v.shape[:-1]), ("beta", beta.shape)):
         if shape != q.shape[:-1]:
             raise ValueError(f"{name} has shape {tuple(shape)}, expected {tuple(q.shape[:-1])}")
+
+
+def check_state(
+    state: torch.Tensor | None, sequences: int, q: torch.Tensor, v: torch.Tensor
+) -> None:
+    """ValueError unless ``state`` is ``[N, H, K, V]`` or None."""
+    shape = (sequences, q.shape[2], q.shape[3], v.shape[3])
+    if state is not None and tuple(state.shape) != shape:
+        raise ValueError(f"initial_state has shape {tuple(state.shape)}, expected {shape}")
 
 
 def sequence_bounds(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[int]:
@@ -134,6 +142,7 @@ def naive_kda(
     )
     batch, length, heads, width = qw.shape
     bounds = sequence_bounds(batch, length, cu_seqlens)
+    check_state(initial_state, len(bounds) - 1, qw, vw)
     qf, kf, vf, gf, bf = (x.reshape(batch * length, heads, -1) for x in (qw, kw, vw, gw, bw))
     outputs, finals = [], []
     for n, (start, end) in enumerate(itertools.pairwise(bounds)):

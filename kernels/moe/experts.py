@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..precision import widen
+
 DENSE_ELEMENTS = 1024  # tokens x experts below which all experts run in one batched product
 
 
@@ -15,8 +17,7 @@ def situ_glu(
 
     Bounded by ``beta * linear_beta`` for any input; the result has gate's dtype.
     """
-    a = gate if gate.dtype == torch.float64 else gate.float()
-    b = up if up.dtype == torch.float64 else up.float()
+    a, b = widen(gate), widen(up)
     out = (beta * torch.tanh(a / beta) * torch.sigmoid(a)) * (
         linear_beta * torch.tanh(b / linear_beta)
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..precision import widen
+
 
 def route(
     scores: torch.Tensor, bias: torch.Tensor, k: int
@@ -18,7 +20,7 @@ def route(
     num_experts = scores.shape[-1]
     if not 1 <= k <= num_experts:
         raise ValueError(f"k must lie in [1, {num_experts}], got {k}")
-    scores = scores if scores.dtype == torch.float64 else scores.float()
+    scores = widen(scores)
     biased = scores.detach() + bias
     # a stable sort keeps equal scores in index order on every device; topk does not
     ranked, order = biased.sort(dim=-1, descending=True, stable=True)

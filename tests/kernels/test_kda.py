@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +12,19 @@ import torch
 from farhorizon.kernels.kda import chunk_kda, kda_gate, naive_kda, recurrent_kda
 
 HEADS, WIDTH, VALUE = 2, 8, 4
-FLAGS = {
+FLAGS: dict[str, bool] = {
     "use_qk_l2norm_in_kernel": True,
     "use_gate_in_kernel": True,
     "use_beta_sigmoid_in_kernel": True,
 }
 
 
-def inputs(length: int, batch: int = 1, seed: int = 0, gate_shift: float = 0.0):
+def inputs(
+    length: int, batch: int = 1, seed: int = 0, gate_shift: float = 0.0
+) -> dict[str, torch.Tensor]:
     gen = torch.Generator().manual_seed(seed)
 
-    def draw(*shape):
+    def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=gen, dtype=torch.float64)
 
     q, k, z = (draw(batch, length, HEADS, WIDTH) for _ in range(3))
@@ -35,6 +39,15 @@ def inputs(length: int, batch: int = 1, seed: int = 0, gate_shift: float = 0.0):
         "A_log": a_log,
         "dt_bias": dt_bias,
     }
+
+
+def run(
+    form: Callable[..., tuple[torch.Tensor, torch.Tensor | None]], **arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and final state of one form."""
+    out, final = form(**arguments, output_final_state=True)
+    assert final is not None
+    return out, final
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -61,7 +74,8 @@ def test_gate_stays_in_range_and_differentiable_at_extremes():
     g = kda_gate(z, a_log, torch.zeros(1))
     assert bool(((g >= -5) & (g <= 0)).all())
     g.sum().backward()
-    assert torch.isfinite(z.grad).all() and torch.isfinite(a_log.grad).all()
+    for leaf in (z, a_log):
+        assert leaf.grad is not None and bool(torch.isfinite(leaf.grad).all())
 
 
 def test_naive_form_by_hand():
@@ -70,7 +84,7 @@ def test_naive_form_by_hand():
     v = torch.tensor([2.0, 3.0], dtype=torch.float64).view(1, 2, 1, 1)
     g = torch.tensor([0.0, 0.25], dtype=torch.float64).log().clamp(min=-50).view(1, 2, 1, 1)
     beta = torch.full((1, 2, 1), 0.5, dtype=torch.float64)
-    out, state = naive_kda(one, one, v, g, beta, scale=1.0, output_final_state=True)
+    out, state = run(naive_kda, q=one, k=one, v=v, g=g, beta=beta, scale=1.0)
     first = 0.5 * 2.0
     second = 0.25 * first + 0.5 * (3.0 - 0.25 * first)
     torch.testing.assert_close(out.flatten(), torch.tensor([first, second], dtype=torch.float64))
@@ -86,9 +100,7 @@ def test_chunked_and_recurrent_equal_naive_with_gradients(length, bound):
     for form in (naive_kda, chunk_kda, recurrent_kda):
         leaves = {k: v.clone().requires_grad_() for k, v in data.items()}
         start = state.clone().requires_grad_()
-        out, final = form(
-            **leaves, **FLAGS, lower_bound=bound, initial_state=start, output_final_state=True
-        )
+        out, final = run(form, **leaves, **FLAGS, lower_bound=bound, initial_state=start)
         weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
         ((out * weight).sum() + (final * 0.3).sum()).backward()
         results.append([out, final, start.grad, *(x.grad for x in leaves.values())])
@@ -100,12 +112,26 @@ def test_chunked_and_recurrent_equal_naive_with_gradients(length, bound):
 def test_every_gate_at_the_bound_is_exact_and_finite():
     data = inputs(64, gate_shift=1e4)
     leaves = {k: v.float().requires_grad_() for k, v in data.items()}
-    out, final = chunk_kda(**leaves, **FLAGS, output_final_state=True)
-    expected, expected_final = naive_kda(**data, **FLAGS, output_final_state=True)
+    out, final = run(chunk_kda, **leaves, **FLAGS)
+    expected, expected_final = run(naive_kda, **data, **FLAGS)
     assert relative(out.double(), expected) < 1e-5
     assert relative(final.double(), expected_final) < 1e-5
     out.sum().backward()
-    assert all(torch.isfinite(x.grad).all() for x in leaves.values())
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in leaves.values())
+
+
+def test_a_given_decay_below_every_bound_is_exact_and_finite():
+    """-8 over a chunk of 16 tokens: e^128, which the tile form of the bounded gate cannot hold."""
+    data = {k: v for k, v in inputs(40).items() if k not in ("A_log", "dt_bias")}
+    data["g"] = torch.full_like(data["g"], -8.0)
+    data["beta"] = data["beta"].sigmoid()
+    leaves = {k: v.float().requires_grad_() for k, v in data.items()}
+    out, final = run(chunk_kda, **leaves, use_qk_l2norm_in_kernel=True)
+    expected, expected_final = run(naive_kda, **data, use_qk_l2norm_in_kernel=True)
+    assert relative(out.double(), expected) < 1e-5
+    assert relative(final.double(), expected_final) < 1e-5
+    out.sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in leaves.values())
 
 
 def test_repeated_keys_with_strong_writes_stay_exact():
@@ -113,8 +139,8 @@ def test_repeated_keys_with_strong_writes_stay_exact():
     data["k"] = data["k"][:, :1].expand_as(data["k"])
     data["beta"] = torch.full_like(data["beta"], 8.0)
     single = {k: v.float() for k, v in data.items()}
-    out, _ = chunk_kda(**single, **FLAGS)
-    assert relative(out.double(), naive_kda(**data, **FLAGS)[0]) < 1e-5
+    out, _ = run(chunk_kda, **single, **FLAGS)
+    assert relative(out.double(), run(naive_kda, **data, **FLAGS)[0]) < 1e-5
 
 
 @pytest.mark.parametrize("form", [naive_kda, chunk_kda])
@@ -124,19 +150,12 @@ def test_packed_equals_alone_and_order_does_not_matter(form):
     state = torch.randn(4, HEADS, WIDTH, VALUE, dtype=torch.float64)
     edges = [0, 5, 38, 39, 55]
     shared = {k: data.pop(k) for k in ("A_log", "dt_bias")}
-    out, final = form(
-        **data,
-        **shared,
-        **FLAGS,
-        initial_state=state,
-        output_final_state=True,
-        cu_seqlens=torch.tensor(edges),
+    out, final = run(
+        form, **data, **shared, **FLAGS, initial_state=state, cu_seqlens=torch.tensor(edges)
     )
     for n, (a, b) in enumerate(itertools.pairwise(edges)):
         piece = {k: v[:, a:b] for k, v in data.items()}
-        alone, end = form(
-            **piece, **shared, **FLAGS, initial_state=state[n : n + 1], output_final_state=True
-        )
+        alone, end = run(form, **piece, **shared, **FLAGS, initial_state=state[n : n + 1])
         torch.testing.assert_close(out[:, a:b], alone, atol=1e-12, rtol=1e-10)
         torch.testing.assert_close(final[n], end[0], atol=1e-12, rtol=1e-10)
     order = [2, 0, 3, 1]
@@ -157,21 +176,15 @@ def lengths_of(lengths: list[int], order: list[int]) -> list[int]:
 def test_split_anywhere_with_carried_state_equals_one_pass(cut):
     data = inputs(40)
     shared = {k: data.pop(k) for k in ("A_log", "dt_bias")}
-    whole, end = chunk_kda(**data, **shared, **FLAGS, output_final_state=True)
-    left, state = chunk_kda(
-        **{k: v[:, :cut] for k, v in data.items()}, **shared, **FLAGS, output_final_state=True
-    )
-    right, final = chunk_kda(
-        **{k: v[:, cut:] for k, v in data.items()},
-        **shared,
-        **FLAGS,
-        initial_state=state,
-        output_final_state=True,
-    )
+    parts = [{k: v[:, a:b] for k, v in data.items()} for a, b in ((0, cut), (cut, 40))]
+    whole, end = run(chunk_kda, **data, **shared, **FLAGS)
+    left, state = run(chunk_kda, **parts[0], **shared, **FLAGS)
+    right, final = run(chunk_kda, **parts[1], **shared, **FLAGS, initial_state=state)
     torch.testing.assert_close(torch.cat([left, right], 1), whole, atol=1e-12, rtol=1e-10)
     torch.testing.assert_close(final, end, atol=1e-12, rtol=1e-10)
 
 
+@pytest.mark.parametrize("form", [chunk_kda, recurrent_kda, naive_kda])
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -185,6 +198,6 @@ def test_split_anywhere_with_carried_state_equals_one_pass(cut):
         ({"A_log": None}, "A_log"),
     ],
 )
-def test_wrong_arguments_are_named(change, named):
+def test_wrong_arguments_are_named(form, change, named):
     with pytest.raises(ValueError, match=named):
-        chunk_kda(**(inputs(8) | FLAGS | change))
+        run(form, **(inputs(8) | FLAGS | change))
