@@ -95,8 +95,8 @@ class GatedMLA(nn.Module):
             return self._causal(q, k, v, packing)
         out = q.new_empty(len(q), self.num_heads * self.value)
         for tokens, group in groups:
-            part = self._causal(*(t.index_select(0, tokens) for t in (q, k, v)), group)
-            out = out.index_copy(0, tokens, part)
+            some = [t.index_select(0, tokens) for t in (q, k, v)]
+            out = out.index_copy(0, tokens, self._causal(some[0], some[1], some[2], group))
         return out
 
     def _causal(

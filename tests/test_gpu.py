@@ -25,9 +25,10 @@ def pair() -> tuple[Policy, Policy]:
                 parameter.normal_(0, 0.5)
         for router in policy.routers():
             router.e_score_correction_bias.normal_(0, 0.1)
-    other = Policy(policy.config)
+    with CUDA:
+        other = Policy(policy.config)
     other.load_state_dict(policy.state_dict())
-    return policy, other.to(CUDA)
+    return policy, other
 
 
 def score(policy: Policy, ids: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_stable_names_take_their_arguments(path: str) -> None:
     parts = path.split(".")
     # kernels and rl are imported per module, the rest per folder
     depth = 2 if parts[0] in ("kernels", "rl") else 1
-    found = importlib.import_module(".".join(("farhorizon", *parts[:depth])))
+    found: Any = importlib.import_module(".".join(("farhorizon", *parts[:depth])))
     for name in parts[depth:]:
         found = getattr(found, name)
     parameters = inspect.signature(found).parameters

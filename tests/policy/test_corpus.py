@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,16 +27,18 @@ END = TOKENIZER.convert_tokens_to_ids("[EOS]")
 class TwoTurns:
     """Shows a word twice; the expert repeats it."""
 
-    success_threshold = 2.0
+    success_threshold: ClassVar[float] = 2.0
 
-    def reset(self, *, seed=None, options=None):
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[tuple[Message, ...], dict[str, Any]]:
         self.turn, self.word = 0, ("one", "two")[(seed or 0) % 2]
         return (Message("user", f" {self.word}"),), {}
 
     def expert(self) -> str:
         return self.word
 
-    def step(self, action, /):
+    def step(self, action: str, /) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
         assert action == self.word
         self.turn += 1
         return (Message("tool", f" {self.word}"),), 1.0, self.turn == 2, False, {}
@@ -65,7 +68,7 @@ def test_demonstration_trains_on_what_a_policy_samples() -> None:
 
 def test_a_failing_expert_is_no_demonstration() -> None:
     class Strict(TwoTurns):
-        success_threshold = 3.0
+        success_threshold: ClassVar[float] = 3.0
 
     with pytest.raises(UserError, match=r"expert fails on seed 4 \(reward 2, success needs 3\)"):
         demonstration(Strict(), 4, ChatFormat(TOKENIZER))
@@ -131,7 +134,7 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path) -> None:
     for split in ("train", "heldout"):
         text = TextCorpus(path, TOKENIZER, split)
         rng = np.random.default_rng(0)
-        words = " ".join(TOKENIZER.decode(text.piece(rng, 20).tolist()) for _ in range(400))
+        words = " ".join(str(TOKENIZER.decode(text.piece(rng, 20).tolist())) for _ in range(400))
         seen[split] = {word for word in words.split() if len(word) == 2 and word.isdigit()}
     assert len(seen["heldout"]) == 2 and seen["train"].isdisjoint(seen["heldout"])
     assert len(seen["train"]) == 38

@@ -206,7 +206,7 @@ def test_structure_follows_the_published_rules():
     kinds = [config.is_mla(i) for i in range(9)]
     assert kinds == [False, False, False, True] * 2 + [True]
     assert [config.is_dense(i) for i in range(3)] == [True, False, False]
-    twice = PolicyConfig.tiny().linear_attn_config | {"kda_layers": [1, 2, 2]}
+    twice = (PolicyConfig.tiny().linear_attn_config or {}) | {"kda_layers": [1, 2, 2]}
     for change in (
         {"moe_renormalize": False},
         {"hidden_act": "relu"},
