@@ -43,9 +43,9 @@ class Archive(ToolEnv):
     ``sources`` and ``names`` (None: all there are) set the alphabet that `fact_table` chooses
     from ``text``: every name is found in ``min_sources`` places or more, so that the answer
     cannot be known without having read the episode. ``chance`` is the success of the best guess
-    of an agent that notes every starred fact and then forgets. ``min_pages`` makes the length
-    vary from episode to episode, ``slots`` bounds the notebook, ``eager`` is how often the expert
-    notes an unstarred fact as well.
+    of an agent that notes every starred fact and then forgets. ``min_pages`` and
+    ``min_stars`` make length and density vary from episode to episode, ``slots`` bounds the
+    notebook, ``eager`` is how often the expert notes an unstarred fact as well.
     """
 
     def __init__(
@@ -54,6 +54,8 @@ class Archive(ToolEnv):
         pages: int | None = None,
         min_pages: int | None = None,
         tokens: int | None = None,
+        stars: int | None = None,
+        min_stars: int | None = None,
         records_per_page: int = 2,
         sources: int | None = 8,
         names: int | None = 16,
@@ -72,6 +74,8 @@ class Archive(ToolEnv):
             ("pages", pages, 1),
             ("min_pages", min_pages, 1),
             ("tokens", tokens, 64),
+            ("stars", stars, 1),
+            ("min_stars", min_stars, 1),
             ("records_per_page", records_per_page, 1),
             ("sources", sources, 2),
             ("names", names, 4),
@@ -102,9 +106,13 @@ class Archive(ToolEnv):
         self._page = -1
         self._notes: deque[tuple[str, str]] = deque(maxlen=slots)
         self._question: Fact | None = None
-        self._set_pages(pages if pages is not None else 8)
+        self._stars = stars
+        self._least_stars = min_stars or stars or 1
+        if min_stars is not None and (stars is None or min_stars > stars):
+            raise UserError(f"archive-v0: min_stars={min_stars} needs stars of at least as many")
+        self._set_pages(pages if pages is not None else 8, stars)
         if tokens is not None:
-            self._set_pages(self._pages_for(tokens))
+            self._set_pages(self._pages_for(tokens), stars)
         self._most_pages = self.pages
         self._least_pages = self.pages if min_pages is None else min_pages
         if self._least_pages > self._most_pages:
@@ -127,7 +135,13 @@ class Archive(ToolEnv):
     ) -> tuple[Observation, dict[str, Any]]:
         super().reset(seed=seed, options=options)
         key = self.draw_key()
-        self._set_pages(random.Random(key).randint(self._least_pages, self._most_pages))
+        rng = random.Random(key)
+        pages = rng.randint(self._least_pages, self._most_pages)
+        stars = self._stars
+        if stars is not None:
+            most = min(stars, pages)
+            stars = rng.randint(min(self._least_stars, most), most)
+        self._set_pages(pages, stars)
         self._open(key)
         if self.style == "brief":
             return (Message("user", " go"),), {}
@@ -193,18 +207,21 @@ class Archive(ToolEnv):
         others = rng.sample(names, self.records_per_page - (starred is not None))
         return starred, tuple(rng.choice(self.table.facts[name]) for name in others)
 
-    def _set_pages(self, pages: int) -> None:
-        """Fix the horizon: one starred fact per block of pages, blocks of 2 where names allow."""
+    def _set_pages(self, pages: int, stars: int | None = None) -> None:
+        """Fix the horizon: as many blocks of pages as there are starred facts, one in each.
+
+        By default every second page is starred, as far as half of the names reach.
+        """
         names = len(self.table.names)
-        most = names // 2
         self.pages = pages
         self._half = -(-pages // 2)
-        self._block = max(min(2, self._half), -(-pages // most))
-        self._num_starred = -(-pages // self._block)
+        if stars is None:
+            stars = min(-(-pages // max(1, min(2, self._half))), names // 2)
+        self._num_starred = min(stars, pages)
         if names - self._num_starred < self.records_per_page:
             raise UserError(
-                f"archive-v0: records_per_page={self.records_per_page} needs more than "
-                f"{names} names; raise names or lower records_per_page"
+                f"archive-v0: {self._num_starred} starred facts and records_per_page="
+                f"{self.records_per_page} need more than {names} names; raise names or lower one"
             )
 
     def _pages_for(self, tokens: int) -> int:
@@ -221,7 +238,7 @@ class Archive(ToolEnv):
         frame += count("go") if self.style == "brief" else count(_INSTRUCTIONS)
         pages, per_page = self.pages, 0.0
         for _ in range(2):  # the share of starred pages depends on how many pages there are
-            self._set_pages(max(pages, 1))
+            self._set_pages(max(pages, 1), self._stars)
             self._open(0)
             sample = range(0, self.pages, -(-self.pages // 64))
             cost = 0.0
@@ -251,19 +268,24 @@ class Archive(ToolEnv):
         text = ":".join(str(part) for part in (self._key, *parts))
         return random.Random(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
+    def _first_page(self, block: int) -> int:
+        return -(-block * self.pages // self._num_starred)
+
     def _starred_page(self, block: int) -> int:
-        return block * self._block + self._rng("star", block).randrange(self._block)
+        first = self._first_page(block)
+        return first + self._rng("star", block).randrange(self._first_page(block + 1) - first)
 
     def _starred(self, number: int) -> Fact | None:
-        block = number // self._block
+        block = number * self._num_starred // self.pages
         if number != self._starred_page(block):
             return None
         return self._rng("fact", block).choice(self.table.facts[self._names[block]])
 
     def _draw_question(self) -> Fact:
-        """A starred fact, uniformly from those on the first half of the pages."""
-        blocks, rest = divmod(self._half, self._block)
-        if rest and self._starred_page(blocks) < self._half:
+        """A starred fact, uniformly from those on the first half of the pages (or the first)."""
+        blocks = self._half * self._num_starred // self.pages
+        partial = self._first_page(blocks) < self._half
+        if blocks == 0 or (partial and self._starred_page(blocks) < self._half):
             blocks += 1
         number = self._starred_page(self._rng("question").randrange(blocks))
         fact = self._starred(number)

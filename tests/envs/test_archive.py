@@ -227,6 +227,21 @@ def test_lengths_vary_between_min_pages_and_pages() -> None:
         archive(pages=6, min_pages=7)
 
 
+def test_stars_can_be_as_dense_as_pages_and_vary() -> None:
+    env = archive(pages=7, stars=7, min_stars=2, min_pages=3)
+    seen = set()
+    for seed in range(80):
+        texts, total = play_expert(env, seed)
+        assert total == 1.0
+        notes = sum(text.startswith(" note") for text in texts)
+        assert 2 <= notes <= min(7, env.pages)
+        seen.add((env.pages, notes))
+    assert (7, 7) in seen and (3, 2) in seen and len(seen) > 12
+    assert sum(t.startswith(" note") for t in play_expert(archive(pages=36, stars=8), 0)[0]) == 8
+    with pytest.raises(UserError, match="min_stars"):
+        archive(pages=6, min_stars=2)
+
+
 def test_chance_is_what_the_best_memoryless_guess_reaches() -> None:
     env = archive(pages=4)
     by_name: dict[str, Counter[str]] = {}
