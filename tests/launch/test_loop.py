@@ -84,8 +84,9 @@ def start(checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
         )
         run = prepare(replace(config, **changes))
         recorders.append(Recorder(run.folder, dump_config(run.config), 0))
-        fakes: Any = (pool, Learner())
-        return train.Job(run, *fakes, recorders[-1], Display(run.config.steps))
+        actors: Any = pool
+        learner: Any = Learner()
+        return train.Job(run, actors, learner, recorders[-1], Display(run.config.steps))
 
     yield make
     for recorder in recorders:
