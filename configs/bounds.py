@@ -68,6 +68,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "weight_decay": _ANY,
         "grad_clip": _ANY,
         "warmup_steps": _ANY,
+        "decay": _Range(0, 1),
         "max_skipped_steps": _ONE,
     },
     schema.SyncConfig: {

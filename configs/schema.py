@@ -60,6 +60,7 @@ class LearnerConfig:
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     warmup_steps: int = 0
+    decay: float = 0.0  # last share of a train run's steps, over which lr falls to a tenth
     max_skipped_steps: int = 3  # consecutive non-finite gradients that stop the run
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import dump_config
-from farhorizon.configs.schema import EnvConfig, TrainConfig
+from farhorizon.configs.schema import EnvConfig, LearnerConfig, TrainConfig
 from farhorizon.envs.types import Task
 from farhorizon.launch import train
 from farhorizon.launch.checkpoints import newest
@@ -49,6 +49,12 @@ class Learner:
     """Applies one optimizer step of two; ``actors`` is empty once it has failed."""
 
     actors = (None,)
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def set_lr(self, lr: float) -> None:
+        self.rates.append(lr)
 
     def update(self, groups: Sequence[Group]) -> UpdateResult:
         return UpdateResult({"skipped_steps": 1.0}, 1, False, "mix.weight")
@@ -98,6 +104,17 @@ def test_no_batch_is_played_that_no_step_needs(start: Start, ahead: int) -> None
     pool = Pool()
     train._loop(start(pool, max_staleness=ahead))
     assert pool.submitted == [f"echo-v0/train/{index}" for index in (0, 2, 4)]
+
+
+def test_the_rate_falls_over_the_last_share_of_the_steps(start: Start) -> None:
+    job = start(Pool(), steps=8, learner=LearnerConfig(lr=2.0, decay=0.5))
+    train._loop(job)
+    learner: Any = job.learner
+    assert learner.rates == [2.0, 2.0, 2.0, 2.0, 2.0, 1.5, 1.0, 0.5]
+    config = job.run.config
+    assert train.learning_rate(replace(config, steps=100), 99) == 0.2  # a tenth, never 0
+    constant = replace(config, learner=LearnerConfig(lr=2.0))
+    assert {train.learning_rate(constant, step) for step in range(8)} == {2.0}
 
 
 def test_a_skipped_minibatch_is_told(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
