@@ -58,7 +58,9 @@ class Packing:
         return _packing(bounds, device)
 
 
+# What is cached may first be needed in inference mode, and later in training.
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)
 def _packing(bounds: tuple[int, ...], device: torch.device) -> Packing:
     edges = torch.tensor(bounds)
     lengths = edges[1:] - edges[:-1]
@@ -76,6 +78,7 @@ def _packing(bounds: tuple[int, ...], device: torch.device) -> Packing:
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)
 def _by_length(
     bounds: tuple[int, ...], device: torch.device
 ) -> tuple[tuple[torch.Tensor, Packing], ...]:

@@ -38,6 +38,7 @@ class ChunkTable:
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)  # also where the first use is in inference mode: training may follow
 def chunk_table(bounds: tuple[int, ...], heads: int, device: torch.device) -> ChunkTable:
     """The table of sequences that start and end at ``bounds`` (flattened token offsets)."""
     lengths = torch.tensor(bounds).diff()

@@ -289,3 +289,12 @@ def test_long_and_short_sequences_in_one_row_equal_alone(policy):
     assert sorted(t for index, _ in groups for t in index.tolist()) == list(range(sum(lengths)))
     for index, group in groups:
         assert group.num_sequences * group.longest < 2 * len(index)
+
+
+def test_training_may_follow_inference_on_the_same_lengths(policy):
+    """Index tables are cached per lengths; those made in inference mode must serve autograd."""
+    ids, edges = tokens(73, 5), torch.tensor([0, 19, 73])
+    with torch.inference_mode():
+        policy(ids, edges)
+    policy(ids, edges).logits.sum().backward()
+    policy.zero_grad()
