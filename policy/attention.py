@@ -11,6 +11,8 @@ from .config import PolicyConfig
 from .packing import Packing
 from .state import LatentCache
 
+MAX_SCORES = 1 << 26  # attention scores of a decoding layer that exist at once; 256 MiB in fp32
+
 
 class RMSNorm(nn.Module):
     """RMSNorm with weight ``[D]``, computed in fp32."""
@@ -124,14 +126,26 @@ class GatedMLA(nn.Module):
         q_nope, q_rope = q.split([self.nope, self.rope], -1)
         absorbed = torch.einsum("thn,hnr->thr", q_nope, weight[:, : self.nope].to(q.dtype))
         query = packing.pad(torch.cat([absorbed, q_rope], -1))  # [N, L, H, rank + rope]
-        count, longest = query.shape[:2]
+        # Keys are shared by all heads: one query each costs less than the cache. More go in blocks.
+        block = max(1, MAX_SCORES // (len(keys) * self.num_heads * length))
+        seen = past[:, None] + torch.arange(query.shape[1], device=q.device)
+        parts = [
+            self._attend(some, keys, last)
+            for some, last in zip(query.split(block, 1), seen.split(block, 1), strict=True)
+        ]
+        context = packing.unpad(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+        return torch.einsum("thr,hvr->thv", context, weight[:, self.nope :].to(q.dtype)).flatten(1)
+
+    def _attend(self, query: torch.Tensor, keys: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Latents [N, L, H, rank] that ``query`` [N, L, H, rank + rope] finds among ``keys``
+        [N, S, rank + rope], each up to its position ``last`` [N, L]."""
+        count, longest, _, _ = query.shape
+        length = keys.shape[1]
         scores = torch.bmm(query.flatten(1, 2), keys.transpose(1, 2)).view(
             count, longest, self.num_heads, length
         )
-        last = past[:, None] + torch.arange(longest, device=q.device)
-        hidden = torch.arange(length, device=q.device) > last[..., None]  # [N, L, S]
+        hidden = torch.arange(length, device=query.device) > last[..., None]  # [N, L, S]
         scores = (widen(scores) * self.scale).masked_fill_(hidden[:, :, None], -torch.inf)
-        weights = scores.softmax(-1).to(q.dtype).view(count, longest * self.num_heads, length)
+        weights = scores.softmax(-1).to(query.dtype).view(count, longest * self.num_heads, length)
         context = torch.bmm(weights, keys[..., : self.rank])
-        context = packing.unpad(context.view(count, longest, self.num_heads, self.rank))
-        return torch.einsum("thr,hvr->thv", context, weight[:, self.nope :].to(q.dtype)).flatten(1)
+        return context.view(count, longest, self.num_heads, self.rank)

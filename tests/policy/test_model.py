@@ -6,10 +6,12 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from farhorizon.policy import DecodeState, Policy, PolicyConfig
+from farhorizon.policy import DecodeState, Policy, PolicyConfig, attention
 from farhorizon.policy.attention import GatedMLA
 from farhorizon.policy.packing import Packing
+from farhorizon.policy.state import LatentCache
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,43 @@ def test_mla_ignores_the_order_of_earlier_tokens():
     order = torch.cat([torch.randperm(11), torch.tensor([11])])
     before, after = (layer(y, packing, None, None)[-1] for y in (x, x[order]))
     torch.testing.assert_close(before, after)
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many numbers the largest tensor holds that an operation gives."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+@torch.no_grad()
+def test_a_long_piece_on_a_long_cache_takes_bounded_memory(monkeypatch):
+    """Pieces of 80 and 50 tokens after 300 cached ones; all scores at once are 486,400 numbers."""
+    torch.manual_seed(2)
+    layer = GatedMLA(PolicyConfig.tiny(num_attention_heads=8)).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    x, device = torch.randn(730, 64, dtype=torch.float64), torch.device("cpu")
+
+    def prefill() -> tuple[torch.Tensor, int]:
+        cache = LatentCache(torch.zeros(2, 0, 48, dtype=torch.float64))
+        layer(x[:600], Packing.of((0, 300, 600), device), cache, torch.tensor([0, 0]))
+        with Largest() as largest:
+            pieces = Packing.of((0, 80, 130), device)
+            out = layer(x[600:], pieces, cache, torch.tensor([300, 300]))
+        return out, largest.numel
+
+    whole, most = prefill()
+    assert most == 2 * 80 * 8 * 380
+    monkeypatch.setattr(attention, "MAX_SCORES", 1 << 16)
+    parts, most = prefill()
+    assert most <= 1 << 16
+    torch.testing.assert_close(parts, whole, atol=1e-12, rtol=1e-12)
 
 
 def test_thresholds_stay_fp32_and_in_place():
