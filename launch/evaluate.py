@@ -13,14 +13,14 @@ from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
 from ..configs.load import load_config, override_config
 from ..configs.schema import EnvConfig, EvalConfig, TrainConfig
-from ..envs.registry import tasks
+from ..envs.registry import resolve_plugins, tasks
 from ..policy.records import check_context, read_stage
 from ..policy.tokenizer import load_tokenizer
 from ..rollout.actor import RolloutPool
 from ..rollout.types import Group
 from .cluster import cluster
 from .interrupt import RunFailed
-from .prepare import check_first_prompt, find_checkpoint, portable
+from .prepare import check_first_prompt, find_checkpoint
 from .report import Evaluation, wilson
 
 
@@ -34,7 +34,7 @@ def evaluate(path: str, overrides: list[str]) -> int:
     check_bounds(config)
     if config.env is None:
         raise UserError(f"{path} belongs to no run: name the environment, env.id=...")
-    env = portable(config.env)
+    env = resolve_plugins(config.env)
     context = config.context or read_stage(checkpoint).context
     check_context(checkpoint, context, config.allow_longer_context)
     check_first_prompt(env, context, load_tokenizer(checkpoint), config.seed)

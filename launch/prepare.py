@@ -14,7 +14,7 @@ from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
 from ..configs.load import dump_config, load_config
 from ..configs.schema import EnvConfig, TrainConfig
-from ..envs.registry import make_config, tasks
+from ..envs.registry import make_config, resolve_plugins, tasks
 from ..policy.records import StageRecord, check_context, read_config, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..rollout.calls import checked_messages
@@ -57,7 +57,9 @@ def prepare(config: TrainConfig) -> Run:
     folder = Path(config.output).absolute()
     _check_output(folder)
     policy = _starting_policy(config, folder)
-    config = replace(config, policy=str(policy), output=str(folder), env=portable(config.env))
+    config = replace(
+        config, policy=str(policy), output=str(folder), env=resolve_plugins(config.env)
+    )
     notes: list[str] = []
     resumed = _find_resumable(config, folder, notes)
     checkpoint = resumed.folder if resumed else Path(config.policy)
@@ -77,14 +79,6 @@ def prepare(config: TrainConfig) -> Run:
         state.step,
         state.tasks,
     )
-
-
-def portable(env: EnvConfig) -> EnvConfig:
-    """The same environment with absolute plug-in paths, for processes in other folders."""
-    plugins = [
-        str(Path(p).expanduser().absolute()) if p.endswith(".py") else p for p in env.plugins
-    ]
-    return replace(env, plugins=tuple(plugins))
 
 
 def find_checkpoint(path: str | Path) -> Path:

@@ -45,6 +45,16 @@ def test_fresh_run(config: TrainConfig, checkpoint: Path) -> None:
     assert not run.folder.exists()
 
 
+def test_plugins_are_found_from_any_folder(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "any_folder.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    env = EnvConfig(id="echo-v0", plugins=("any_folder.py", "json"))
+    run = prepare(replace(config, env=env))
+    assert run.config.env.plugins == (str((tmp_path / "any_folder.py").resolve()), "json")
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
