@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 import re
-import sysconfig
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from ..configs.errors import UserError
+from ..configs.text import text_folder, walk
 
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".org", ".tex"})
-SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "node_modules"}
-)
+SKIPPED_FOLDERS = frozenset({"test", "tests", "idlelib", "lib2to3"})
 MAX_FILE_BYTES = 1 << 20  # larger files are tables, not prose or code
 MAX_RANKED_NAMES = 256  # most frequent names that decide which sources are chosen
 MAX_SEARCHED_SOURCES = 16  # larger alphabets take the sources that share most names
@@ -93,8 +91,7 @@ def fact_table(
     restricts to lower-case words that a tokenizer keeps whole; ``reserved`` words are left out.
     ``UserError`` names the folder and what was missing.
     """
-    folder = Path(sysconfig.get_path("stdlib") if text == "stdlib" else text).expanduser()
-    return _choose(str(folder), sources, names, min_sources, plain, reserved)
+    return _choose(str(text_folder(text)), sources, names, min_sources, plain, reserved)
 
 
 @lru_cache(maxsize=16)
@@ -211,8 +208,6 @@ def _by_source(
 @lru_cache(maxsize=4)
 def read_folder(folder: str) -> tuple[TextFile, ...]:
     """All files of a folder, sorted by path; tests, hidden and vendored folders are skipped."""
-    if not Path(folder).is_dir():
-        raise UserError(f"text folder {folder}: no such folder")
     paths = _list_files(folder)
     code = [p for p in paths if p.endswith(".py")]
     prose = [p for p in paths if not p.endswith(".py")]
@@ -235,17 +230,12 @@ def read_folder(folder: str) -> tuple[TextFile, ...]:
 
 
 def _list_files(folder: str) -> list[str]:
-    """Relative paths of readable text files, sorted."""
-    found = []
-    for root, folders, files in os.walk(folder):
-        folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS and f[0] not in "._"]
-        for name in files:
-            path = os.path.join(root, name)
-            if os.path.splitext(name)[1].lower() not in TEXT_SUFFIXES | {".py"}:
-                continue
-            readable = os.path.isfile(path) and os.access(path, os.R_OK)
-            if readable and os.path.getsize(path) <= MAX_FILE_BYTES:
-                found.append(os.path.relpath(path, folder))
+    """Relative paths of text files, sorted."""
+    found: list[str] = []
+    for file in walk(Path(folder), lambda name: name in SKIPPED_FOLDERS or name[0] == "_"):
+        known = file.suffix.lower() in TEXT_SUFFIXES | {".py"}
+        if known and file.stat().st_size <= MAX_FILE_BYTES:
+            found.append(str(file.relative_to(folder)))
     return sorted(found)
 
 

@@ -13,8 +13,6 @@ documents and around episodes the policy's state starts anew (each is a sequence
 from __future__ import annotations
 
 import hashlib
-import os
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +22,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from ..configs.errors import UserError
+from ..configs.text import STDLIB, text_folder, walk
 from ..envs.types import Message
 from .tokenizer import END_OF_DOCUMENT, ChatFormat, control_id
 
 Split = Literal["train", "heldout"]
 
-_SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
-_SKIPPED_STDLIB = {"test", "tests", "idlelib", "lib2to3", "ensurepip"}
+_SKIPPED_STDLIB = frozenset({"test", "tests", "idlelib", "lib2to3", "ensurepip"})
 _HELD_OUT_SHARE = 20  # one file in this many
 _BLOCK_BYTES = 1 << 16  # read and tokenised at once, at most
 
@@ -243,22 +241,13 @@ def cut(pieces: Sequence[np.ndarray], context: int) -> list[np.ndarray]:
 
 def text_files(folder: str) -> list[Path]:
     """Text files below ``folder`` in path order; ``"stdlib"`` is the running Python's library."""
-    stdlib = folder == "stdlib"
-    root = Path(sysconfig.get_path("stdlib") if stdlib else folder)
-    if not root.is_dir():
-        raise UserError(f"text: no folder {folder} (give a folder of text files, or stdlib)")
-    skipped = _SKIPPED_FOLDERS | (_SKIPPED_STDLIB if stdlib else set())
-    files: list[Path] = []
-    for path, folders, names in os.walk(root):
-        folders[:] = sorted(
-            name for name in folders if name not in skipped and not name.startswith(".")
-        )
-        files += [
-            Path(path, name)
-            for name in sorted(names)
-            if not name.startswith(".") and (name.endswith(".py") or not stdlib)
-        ]
-    files = [file for file in files if _is_text(file)]
+    stdlib = folder == STDLIB
+    skipped = _SKIPPED_STDLIB if stdlib else frozenset[str]()
+    files = [
+        file
+        for file in walk(text_folder(folder), skipped.__contains__)
+        if (file.suffix == ".py" or not stdlib) and _is_text(file)
+    ]
     if not files:
         raise UserError(f"text: no text files below {folder}")
     return files
@@ -293,8 +282,6 @@ def _split(files: list[Path], split: Split) -> list[_Span]:
 
 def _is_text(file: Path) -> bool:
     try:
-        if not file.is_file():  # opening a pipe would wait for its writer
-            return False
         with file.open("rb") as stream:
             head = stream.read(1024)
     except OSError:
