@@ -1,4 +1,4 @@
-"""Calls into environments: faults become data, quick calls run at once, slow ones in threads."""
+"""Calls into environments: faults become data, none takes for ever, slow ones run side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from threading import Event, Lock, Thread, current_thread, get_ident, main_thread
+from threading import Event, Lock, Thread, get_ident
 from typing import Any, get_args
 
 import numpy as np
@@ -22,7 +22,6 @@ from ..envs.types import Message, Role, Task
 
 _SLOW_MEAN_S = 0.002  # a kind of call with a larger mean goes to the threads,
 _SLOW_TOTAL_S = 0.1  # once that has cost this much
-_PROOF = 16  # quick calls after which a kind counts as quick
 _MAX_THREADS = 64
 _ROLES = get_args(Role)
 
@@ -84,17 +83,14 @@ class _Call:
 class EnvCalls:
     """Runs calls and hands out their outcomes in the order in which they end.
 
-    A call that takes microseconds would lose more in a thread than it takes. So the first calls
-    of a kind (reset, step, close) each have a thread and are waited for; a kind that proves quick
-    by them is run at once from then on, one that proves slow, then or later, in threads side by
-    side. What was learned lasts as long as the object. Calls of one environment must not overlap;
-    they may come from different threads. Any exception but the user's Ctrl-C becomes a `Fault`; a
-    `UserError` is a mistake of the user and stays one.
+    Calls of a kind (reset, step, close) are waited for, one after another in one thread, until
+    the kind proves slow; from then on they run in threads side by side. What was learned lasts as
+    long as the object. Calls of one environment must not overlap; they may come from different
+    threads. Any exception becomes a `Fault`, but a `UserError` is a mistake of the user and stays
+    one.
 
-    A call in a thread that takes more than ``timeout_s`` is a fault too. Its thread is given up;
-    should it ever return, it closes the environment. Only a kind that has proven quick runs
-    without that limit: an environment that answers `_PROOF` times at once and then hangs for
-    good does block its actor.
+    A call that takes more than ``timeout_s`` is a fault too. Its thread is given up, another one
+    takes its place; should it ever return, it closes the environment.
     """
 
     def __init__(self, threads: int, timeout_s: float) -> None:
@@ -102,7 +98,8 @@ class EnvCalls:
         self.timeout_s = timeout_s
         self._max_threads, self._threads = min(threads, _MAX_THREADS), 0
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
-        self._started: deque[_Call] = deque()  # in threads, by start
+        self._in_turn: SimpleQueue[_Call | None] | None = None  # calls that are waited for
+        self._started: deque[_Call] = deque()  # calls side by side, in the order of their start
         self._ending = Lock()  # a call ends or is given up, never both
         self._done: SimpleQueue[tuple[Any, Outcome | UserError]] = SimpleQueue()
         self._running = 0  # submitted and not yet handed out
@@ -114,20 +111,16 @@ class EnvCalls:
     ) -> None:
         """Start a call of ``env`` (None: it builds one); `ready` gives its outcome with ``tag``."""
         self._running += 1
+        asked = _Call(tag, kind, call, env)
         if kind in self._threaded:
-            self._queue.put(_Call(tag, kind, call, env))
+            self._queue.put(asked)
             if self._threads < min(self._max_threads, self._running):
                 self._add_thread()
             return
-        # The first call does not count: it may fill caches that all later ones use.
+        # The way into a thread and back does not count: a busy machine must not make a kind slow.
+        # Nor does the first call: it may fill caches that all later ones use.
+        seconds = self._wait_for(asked)
         count, total = self._waited.get(kind, (-1, 0.0))
-        # Nor does the way into a thread and back: a busy machine must not make a kind slow.
-        if count < _PROOF:
-            seconds = self._wait_for(_Call(tag, kind, call, env))
-        else:
-            outcome = self._outcome(call)
-            self._done.put((tag, outcome))
-            seconds = _seconds(outcome)
         total += seconds if count >= 0 else 0.0
         self._waited[kind] = count + 1, total
         if total > max(_SLOW_TOTAL_S, (count + 1) * _SLOW_MEAN_S):
@@ -157,6 +150,8 @@ class EnvCalls:
         """End the threads."""
         for _ in range(self._threads):
             self._queue.put(None)
+        if self._in_turn is not None:
+            self._in_turn.put(None)
 
     def _next(self, wait: bool) -> tuple[Any, Outcome | UserError] | None:
         while True:
@@ -172,23 +167,30 @@ class EnvCalls:
 
     def _add_thread(self) -> None:
         self._threads += 1
-        Thread(target=self._work, name="env", daemon=True).start()
+        self._start_thread(self._queue)
 
-    def _work(self) -> None:
-        while (call := self._queue.get()) is not None:
+    def _start_thread(self, queue: SimpleQueue[_Call | None]) -> None:
+        Thread(target=self._work, args=(queue,), name="env", daemon=True).start()
+
+    def _work(self, queue: SimpleQueue[_Call | None]) -> None:
+        while (call := queue.get()) is not None:
+            call.thread, call.started = get_ident(), time.monotonic()
+            if queue is self._queue:
+                self._started.append(call)
             self._run(call)
             if call.given_up:  # another thread has taken this one's place
                 return
 
     def _wait_for(self, call: _Call) -> float:
-        Thread(target=self._run, args=(call,), name="env", daemon=True).start()
-        if not call.over.wait(self.timeout_s):
-            self._give_up(call)
+        if self._in_turn is None:
+            self._in_turn = SimpleQueue()
+            self._start_thread(self._in_turn)
+        self._in_turn.put(call)
+        if not call.over.wait(self.timeout_s) and self._give_up(call):
+            self._in_turn = None
         return call.seconds
 
     def _run(self, call: _Call) -> None:
-        call.thread, call.started = get_ident(), time.monotonic()
-        self._started.append(call)
         outcome = self._outcome(call.call)
         call.seconds = _seconds(outcome)
         with self._ending:
@@ -239,9 +241,6 @@ class EnvCalls:
         except BaseException as error:  # fault boundary: environments may raise SystemExit too
             if isinstance(error, UserError) and not isinstance(error, EnvBuildError):
                 return error
-            if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
-                self._running -= 1
-                raise
             fault = Fault.of(error)
         return Outcome(value, fault, time.perf_counter() - start)
 

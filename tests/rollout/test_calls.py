@@ -1,4 +1,4 @@
-"""Calls into environments: what runs at once, what in threads, and how long anything may take."""
+"""Calls into environments: what runs in turn, what side by side, how long anything may take."""
 
 from __future__ import annotations
 
@@ -42,16 +42,43 @@ def in_turn(calls: EnvCalls, work: Sequence[Callable[[], Any]]) -> list[Any]:
     return out
 
 
-def test_quick_calls_move_to_the_scheduler_once_proven(calls: EnvCalls) -> None:
-    threads = in_turn(calls, [get_ident] * 40)
-    assert get_ident() not in threads[:16]
-    assert set(threads[20:]) == {get_ident()}
+def test_quick_calls_end_in_turn_in_one_thread(calls: EnvCalls) -> None:
+    """Their outcomes are there when `submit` returns, so the order never depends on timing."""
+    for number in range(40):
+        calls.submit(number, ("reset", "step", "close")[number % 3], get_ident)
+    ended = calls.ready(wait=False)
+    assert [number for number, _ in ended] == list(range(40))
+    (thread,) = {outcome.value for _, outcome in ended}
+    assert thread != get_ident()
 
 
 def test_one_slow_first_call_is_no_proof(calls: EnvCalls) -> None:
     waits = [0.12, *[0.0] * 30]
     threads = in_turn(calls, [lambda w=wait: (time.sleep(w), get_ident())[1] for wait in waits])
-    assert threads[-1] == get_ident()
+    assert set(threads) == {threads[0]}
+
+
+def test_quick_calls_that_turn_slow_run_side_by_side(calls: EnvCalls) -> None:
+    in_turn(calls, [lambda: None] * 20)
+    in_turn(calls, [lambda: time.sleep(0.06)] * 2)
+    start = time.perf_counter()
+    for number in range(4):
+        calls.submit(number, "step", lambda: time.sleep(0.2))
+    assert time.perf_counter() - start < 0.1
+
+
+def test_a_quick_kind_has_a_limit_too(calls: EnvCalls, release: Event) -> None:
+    """The hundredth call hangs: it ends as a fault, and calls of every kind go on."""
+    in_turn(calls, [lambda: None] * 99)
+    calls.submit("late", "step", release.wait)
+    ((_, late),) = calls.ready(wait=False)
+    assert late.given_up and late.fault is not None
+    assert str(late.fault).startswith("EnvTimeout: step took more than rollout.env_timeout_s=0.5\n")
+    assert "wait" in late.fault.trace  # where it hangs
+    for kind in ("close", "step"):
+        calls.submit(kind, kind, lambda: 5)
+        ((_, outcome),) = calls.ready(wait=True)
+        assert outcome.value == 5 and outcome.fault is None
 
 
 def test_calls_that_hang_end_as_faults_and_hold_up_nothing(calls: EnvCalls, release: Event) -> None:
@@ -87,25 +114,26 @@ class Hanging(ScriptedEnv):
         return super().step(action)
 
 
-@pytest.mark.parametrize("hang_at", [0, 2])
+@pytest.mark.parametrize("hang_at", [0, 2, 100])
 def test_an_environment_that_hangs_is_retried_then_masked(hang_at: int, release: Event) -> None:
     """C21. Nobody closes an environment under a call; the late call does it itself, once."""
     ScriptedEnv.built = ScriptedEnv.closed = Hanging.built = Hanging.closed = 0
     made: list[ScriptedEnv] = []
+    replies = ["x"] * max(1, hang_at - 1)
 
     def build() -> ScriptedEnv:
-        made.append(Hanging(replies=["x"]) if len(made) in (0, 2, 3) else ScriptedEnv("go", ["x"]))
+        made.append((Hanging if len(made) in (0, 2, 3) else ScriptedEnv)("go", replies))
         return made[-1]
 
     Hanging.hang_at, Hanging.release = hang_at, release
     groups, stats = run_groups(
-        ScriptedGenerator([[2, 0]] * 2),
+        ScriptedGenerator([[2, 0]] * (1 + len(replies))),
         [Task("first", 0), Task("second", 1)],
         1,
         build,
         WordChat(["go", "x"]),
-        RolloutConfig(env_timeout_s=0.5, env_retries=1, concurrency=1),
-        64,
+        RolloutConfig(env_timeout_s=0.5, env_retries=1, concurrency=1, max_turns=100),
+        1024,
     )
     first, second = (group.trajectories[0] for group in groups)
     assert first.reward == 1.0 and first.stop is StopReason.TERMINATED
