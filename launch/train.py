@@ -163,19 +163,21 @@ def _play(job: Job) -> Evaluation | None:
 
 
 def _rescue(job: Job) -> None:
-    """Save the finished steps of a failing run, as far as that can be done."""
+    """Save the finished steps of a failing run, as far as that can be done; say how to go on."""
     run, display = job.run, job.display
-    if run.step == 0:
-        return
-    with uninterrupted():
-        try:
-            if not job.learner.actors:
-                raise RunFailed("the learner has ended, and with it the weights")
-            display.line(f"failed after step {run.step}, saved {_save(job)}")
-        except Exception as error:  # the one that is being handled matters more
-            text = next(iter(str(error).splitlines()), type(error).__name__)
-            display.line(f"failed after step {run.step}, not saved: {text}")
-    display.line(f"resume      {resume_line(run.folder, run.config.steps)}")
+    if run.step > 0:
+        with uninterrupted():
+            try:
+                if not job.learner.actors:
+                    raise RunFailed("the learner has ended, and with it the weights")
+                display.line(f"failed after step {run.step}, saved {_save(job)}")
+            except Exception as error:  # the one that is being handled matters more
+                text = next(iter(str(error).splitlines()), type(error).__name__)
+                display.line(f"failed after step {run.step}, not saved: {text}")
+    found = checkpoints.newest(run.folder)
+    display.line(f"checkpoint  {found.folder if found else 'none is complete yet'}")
+    again = "resume " if found else "restart"
+    display.line(f"{again}     {resume_line(run.folder, run.config.steps)}")
 
 
 def _record(

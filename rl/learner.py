@@ -111,7 +111,8 @@ class Learner:
         if self.skipped_in_a_row >= self.config.max_skipped_steps:
             raise UserError(
                 f"learner: {self.skipped_in_a_row} optimizer steps in a row had a gradient that "
-                f"is not finite, first in {bad_tensor}; lower learner.lr or look at the rewards"
+                f"is not finite, first in {bad_tensor}, and learner.max_skipped_steps is "
+                f"{self.config.max_skipped_steps}; lower learner.lr or look at the rewards"
             )
 
     def _logprobs(self, batch: MicroBatch, last: bool) -> tuple[Tensor, Tensor]:

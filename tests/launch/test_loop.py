@@ -46,9 +46,11 @@ class Pool:
 
 
 class Learner:
-    """Applies one optimizer step of two; ``actors`` is empty once it has failed."""
+    """Applies one optimizer step of two; ``actors`` is empty once it has failed, in the update
+    of number ``stops_at``."""
 
-    actors = (None,)
+    actors: tuple[None, ...] = (None,)
+    stops_at: int | None = None
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -57,6 +59,9 @@ class Learner:
         self.rates.append(lr)
 
     def update(self, groups: Sequence[Group]) -> UpdateResult:
+        if len(self.rates) == self.stops_at:
+            self.actors = ()
+            raise UserError("learner: 3 optimizer steps in a row had a gradient that is not finite")
         return UpdateResult({"skipped_steps": 1.0}, 1, False, "mix.weight")
 
     def publish(self) -> None:
@@ -137,22 +142,36 @@ def test_a_failure_keeps_the_finished_steps(
     assert f"farhorizon train {job.run.folder}/config.yaml steps=3" in text
 
 
-def test_what_cannot_be_saved_is_told_and_hides_nothing(
+@pytest.mark.parametrize(("save_every", "newest_step"), [(2, 2), (0, None)])
+def test_a_learner_that_stops_the_run_leaves_a_way_on(
+    start: Start, capsys: pytest.CaptureFixture[str], save_every: int, newest_step: int | None
+) -> None:
+    """Its end takes the weights along: what is left is the newest checkpoint, or none."""
+    job = start(Pool(), steps=9, save_every=save_every)
+    learner: Any = job.learner
+    learner.stops_at = 4
+    with pytest.raises(UserError, match="3 optimizer steps in a row"):
+        train._play(job)
+    found = newest(job.run.folder)
+    assert (found.state.step if found else None) == newest_step
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    command = f"farhorizon train {job.run.folder}/config.yaml steps=9"
+    assert lines[0].startswith("failed after step 3, not saved: the learner has ended")
+    assert lines[1] == f"checkpoint  {found.folder if found else 'none is complete yet'}"
+    assert lines[2] == ("resume      " if found else "restart     ") + command
+
+
+def test_a_failure_before_the_first_step_leaves_no_run_behind(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = start(Pool(failing=2))
-    job.learner.actors = []  # it ended with the failure
-    with pytest.raises(UserError, match="9 of 9 episodes failed"):
-        train._play(job)
-    assert newest(job.run.folder) is None
-    assert "failed after step 1, not saved: the learner has ended" in capsys.readouterr().out
-
-
-def test_a_failure_before_the_first_step_leaves_no_run_behind(start: Start) -> None:
     job = start(Pool(failing=1))
     with pytest.raises(UserError):
         train._play(job)
     assert newest(job.run.folder) is None
+    assert capsys.readouterr().out.splitlines() == [
+        "checkpoint  none is complete yet",
+        f"restart     farhorizon train {job.run.folder}/config.yaml steps=3",
+    ]
 
 
 def test_a_missed_final_evaluation_is_due(start: Start) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import load_config
 from farhorizon.configs.schema import EnvConfig, LearnerConfig, RolloutConfig, TrainConfig
 from farhorizon.launch.checkpoints import newest, scan
@@ -226,3 +227,20 @@ def test_stale_groups_within_bounds(finished: TrainConfig, tmp_path: Path) -> No
     assert train(config) == 0
     assert [row["step"] for row in rows(config)] == [1, 2, 3]
     assert all(row["train/groups_stale"] == 0 for row in rows(config))
+
+
+def test_a_learner_that_stops_the_run_names_the_checkpoint_to_go_on_from(
+    finished: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first minibatch of step 2 overflows the weights, the second has no finite gradient."""
+    config = replace(finished, output=str(tmp_path / "burst"), steps=1, eval_episodes=0)
+    assert train(config) == 0
+    learner = LearnerConfig(lr=1e30, minibatches=2, max_skipped_steps=1)
+    with pytest.raises(UserError, match=r"not finite.*learner\.max_skipped_steps is 1"):
+        train(replace(config, steps=3, learner=learner))
+    found = newest(Path(config.output))
+    assert found is not None and found.state.step == 1
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"checkpoint  {found.folder}",
+        f"resume      farhorizon train {config.output}/config.yaml steps=3",
+    ]
