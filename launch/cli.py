@@ -15,7 +15,7 @@ FAILED, USER_MISTAKE, INTERRUPTED = 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done as asked, 1 failed while running, 2 a mistake in the input, 130 Ctrl-C."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         return _COMMANDS[arguments.command](arguments)
     except KeyboardInterrupt:
@@ -28,6 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"farhorizon: {cause}", file=sys.stderr)
         return USER_MISTAKE if isinstance(cause, UserError) else FAILED
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Settings may stand before and behind options; argparse itself takes one run of them only."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    settings = all("=" in text and not text.startswith("-") for text in rest)
+    if rest and not (settings and "overrides" in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -27,6 +27,28 @@ def test_mistakes_are_one_line(
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--policy", "/nosuch", "seed=1", "context=8"], ["seed=1", "--policy", "/nosuch"]]
+)
+def test_settings_may_stand_behind_options(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["play", "echo-v0", *arguments]) == 2
+    assert capsys.readouterr().err == "farhorizon: /nosuch: no such folder\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["doctor", "x=1"], ["play", "echo-v0", "--polcy=x"], ["play", "a", "b=1", "--x"]]
+)
+def test_what_is_no_setting_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
 def test_ctrl_c_gives_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(arguments: object) -> int:
         raise KeyboardInterrupt
