@@ -33,7 +33,7 @@ from .fresh import expert_env, starting_checkpoint
 from .report import skipped_line
 from .stage_record import StageRecorder, StageStep, Transition
 
-FIXED_TOKENS = 8192  # of the fixed text, at least; one sequence of the longest context at least
+FIXED_TOKENS = 8192  # of the fixed text, at most; but one sequence of the longest context at least
 SETTLING_STEPS = 4
 FINAL_LR = 0.1  # of the last stage's rate, reached at its end
 UNTRAINED = "0-untrained"  # the folder of a new policy, until the run is done
