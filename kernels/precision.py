@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
     """``x`` in fp32, or as it is when it is fp64."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def as_given(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Context in which autocast rounds nothing: products have the dtype of their arguments.
+
+    `widen` alone does not do that: autocast rounds the arguments of every matrix product again.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.kda import chunk_kda, recurrent_kda
-from ..kernels.precision import widen
+from ..kernels.precision import as_given, widen
 from .config import PolicyConfig
 from .packing import Packing
 from .state import KdaState
@@ -92,22 +92,24 @@ class KimiDeltaAttention(nn.Module):
         z = self.f_b_proj(self.f_a_proj(x)).view(*shape, self.num_heads, self.head_dim)
         beta = self.b_proj(x).view(*shape, self.num_heads)
         bounds = None if single else torch.tensor(packing.bounds)
-        out, final = (recurrent_kda if single else chunk_kda)(
-            q,
-            k,
-            v,
-            z,
-            beta,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            initial_state=None if state is None else state.recurrent,
-            output_final_state=state is not None,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            lower_bound=self.lower_bound,
-            cu_seqlens=bounds,
-        )
+        # the recurrence adds up over the whole sequence: autocast must not round it
+        with as_given(x):
+            out, final = (recurrent_kda if single else chunk_kda)(
+                q,
+                k,
+                v,
+                z,
+                beta,
+                A_log=self.A_log,
+                dt_bias=self.dt_bias,
+                initial_state=None if state is None else state.recurrent,
+                output_final_state=state is not None,
+                use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True,
+                use_beta_sigmoid_in_kernel=True,
+                lower_bound=self.lower_bound,
+                cu_seqlens=bounds,
+            )
         if state is not None and final is not None:
             state.recurrent, state.conv = final, tail
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.moe import QuantileHistogram, grouped_experts, route, situ_glu
-from ..kernels.precision import widen
+from ..kernels.precision import as_given, widen
 from .attention import RMSNorm
 from .config import PolicyConfig
 
@@ -62,7 +62,7 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Routes ``[T, k]`` and mixing weights ``[T, k]`` of ``x [T, D]``."""
-        with torch.autocast(x.device.type, enabled=False):
+        with as_given(x):
             wide = widen(x)
             scores = torch.sigmoid(F.linear(wide, self.weight.to(wide.dtype)))
             experts, weights, cutoff = route(scores, self.e_score_correction_bias, self.k)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..precision import widen
+from ..precision import as_given, widen
 
 __all__ = ["mix", "naive_mix"]
 
@@ -36,9 +36,10 @@ def mix(
 
     ``score_i = sum_c n_c w_c v_ic rsqrt(mean(v_i^2) + eps)``; ``query`` is w (``[D]`` or
     ``[1, D]``), ``norm_weight`` n ``[D]``. Scores, softmax and values are fp32 (fp64 for fp64),
-    the result has the sources' dtype. A zero query gives the plain average.
+    under autocast too; the result has the sources' dtype. A zero query gives the plain average.
     """
-    return _Mix.apply(query, norm_weight, eps, *sources)
+    with as_given(sources[0]):
+        return _Mix.apply(query, norm_weight, eps, *sources)
 
 
 class _Mix(torch.autograd.Function):
@@ -55,26 +56,29 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, norm, *sources = ctx.saved_tensors
-        direction, inverse, weights, out = _mixture(query, norm, ctx.eps, sources)
-        grad = widen(upstream[0])
-        along_out = (grad * out).sum(-1)
-        d_direction = torch.zeros_like(direction)
-        d_sources = []
-        for source, rs, p in zip(sources, inverse, weights, strict=True):
-            v = widen(source)
-            d_score = p * ((grad * v).sum(-1) - along_out)  # [...]
-            scaled = d_score * rs
-            score = (v @ direction) * rs
-            d_direction = d_direction + scaled.flatten() @ v.flatten(0, -2)
-            pull = (
-                scaled[..., None] * direction - (scaled * score * rs / v.shape[-1])[..., None] * v
-            )
-            d_sources.append((p[..., None] * grad + pull).to(source.dtype))
-        wide_query, wide_norm = widen(query).flatten(), widen(norm)
-        d_query = (d_direction * wide_norm).view(query.shape).to(query.dtype)
-        d_norm = (d_direction * wide_query).to(norm.dtype)
-        return d_query, d_norm, None, *d_sources
+        with as_given(upstream[0]):
+            return _gradients(ctx, upstream[0])
+
+
+def _gradients(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    query, norm, *sources = ctx.saved_tensors
+    direction, inverse, weights, out = _mixture(query, norm, ctx.eps, sources)
+    grad = widen(upstream)
+    along_out = (grad * out).sum(-1)
+    d_direction = torch.zeros_like(direction)
+    d_sources = []
+    for source, rs, p in zip(sources, inverse, weights, strict=True):
+        v = widen(source)
+        d_score = p * ((grad * v).sum(-1) - along_out)  # [...]
+        scaled = d_score * rs
+        score = (v @ direction) * rs
+        d_direction = d_direction + scaled.flatten() @ v.flatten(0, -2)
+        pull = scaled[..., None] * direction - (scaled * score * rs / v.shape[-1])[..., None] * v
+        d_sources.append((p[..., None] * grad + pull).to(source.dtype))
+    wide_query, wide_norm = widen(query).flatten(), widen(norm)
+    d_query = (d_direction * wide_norm).view(query.shape).to(query.dtype)
+    d_norm = (d_direction * wide_query).to(norm.dtype)
+    return d_query, d_norm, None, *d_sources
 
 
 def _mixture(

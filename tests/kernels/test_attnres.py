@@ -44,3 +44,18 @@ def test_zero_query_still_learns():
     mix(sources, query, norm)[:, 0].sum().backward()
     assert query.grad is not None and float(query.grad.norm()) > 0
     assert norm.grad is not None and float(norm.grad.norm()) == 0
+
+
+def test_autocast_does_not_round_the_mixture():
+    """The choice over depth hangs on margins of a few hundredths, values of about 3 apart."""
+    torch.manual_seed(1)
+    sources = [(3 * torch.randn(40, 64)).requires_grad_() for _ in range(4)]
+    query, norm = (0.2 * torch.randn(64)).requires_grad_(), torch.rand(64).requires_grad_()
+    leaves, weight = [*sources, query, norm], torch.randn(40, 64)
+    expected = naive_mix(sources, query, norm)
+    wanted = torch.autograd.grad((expected * weight).sum(), leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = mix(sources, query, norm)
+        gradients = torch.autograd.grad((got * weight).sum(), leaves)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(gradients, wanted, atol=1e-4, rtol=1e-5)
