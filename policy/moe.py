@@ -46,7 +46,8 @@ class Router(nn.Module):
         super().__init__()
         self.k = k
         self.weight = nn.Parameter(torch.empty(num_experts, hidden))
-        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts))
+        bias = torch.zeros(num_experts, dtype=torch.float32)  # whatever the default dtype is
+        self.register_buffer("e_score_correction_bias", bias)
         self.collecting = False
         self.valid: torch.Tensor | None = None
         self.histogram: QuantileHistogram | None = None

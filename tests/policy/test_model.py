@@ -176,6 +176,20 @@ def test_thresholds_stay_fp32_and_in_place():
     assert "model.layers.1.block_sparse_moe.gate.e_score_correction_bias" in policy.state_dict()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_thresholds_are_fp32_in_a_policy_built_in_another_dtype(dtype):
+    config = PolicyConfig.tiny(vocab_size=64, hidden_size=32)
+    built = [Policy._from_config(config, dtype=dtype)]
+    torch.set_default_dtype(dtype)
+    try:
+        built.append(Policy(config))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for policy in built:
+        assert policy.lm_head.weight.dtype == dtype
+        assert {r.e_score_correction_bias.dtype for r in policy.routers()} == {torch.float32}
+
+
 def test_only_forwards_inside_the_context_are_counted(policy):
     ids = tokens(50)
     policy.clear_routing_counts()
