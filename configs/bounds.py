@@ -36,20 +36,21 @@ class _Range:
 _ANY = _Range(0)
 _ONE = _Range(1)
 _POSITIVE = _Range(0, open=True)
+_SHARE = _Range(0, 1)
 
 # A dotted key narrows, for one command, what the component itself allows.
 _TABLE: dict[type, dict[str, _Range]] = {
     schema.RolloutConfig: {
         "actors": _ONE,
         "threads": _ANY,
-        "gpus": _ANY,
+        "gpus": _SHARE,
         "concurrency": _ONE,
         "temperature": _ANY,
         "max_turn_tokens": _ONE,
         "max_turns": _ONE,
         "env_retries": _ANY,
         "env_timeout_s": _POSITIVE,
-        "max_error_fraction": _Range(0, 1),
+        "max_error_fraction": _SHARE,
     },
     schema.AlgorithmConfig: {
         "clip_low": _POSITIVE,
@@ -59,7 +60,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
     schema.LearnerConfig: {
         "ranks": _ONE,
         "threads": _ANY,
-        "gpus": _ANY,
+        "gpus": _SHARE,
         "micro_batch_tokens": _ONE,
         "minibatches": _ONE,
         "lr": _POSITIVE,
@@ -68,7 +69,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "weight_decay": _ANY,
         "grad_clip": _ANY,
         "warmup_steps": _ANY,
-        "decay": _Range(0, 1),
+        "decay": _SHARE,
         "max_skipped_steps": _ONE,
     },
     schema.SyncConfig: {
@@ -90,7 +91,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "rollout.temperature": _POSITIVE,  # greedy samples have no distribution to learn from
     },
     schema.Stage: {"context": _Range(2), "steps": _ONE, "batch_tokens": _ONE, "lr": _POSITIVE},
-    schema.StageConfig: {"seed": _ANY, "vocab_size": _ONE, "episode_fraction": _Range(0, 1)},
+    schema.StageConfig: {"seed": _ANY, "vocab_size": _ONE, "episode_fraction": _SHARE},
     schema.SftConfig: {
         "seed": _ANY,
         "context": _ONE,
@@ -101,7 +102,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "grad_clip": _ANY,
         "ranks": _ONE,
         "threads": _ANY,
-        "gpus": _ANY,
+        "gpus": _SHARE,
     },
     schema.EvalConfig: {"seed": _ANY, "episodes": _ONE, "context": _ONE, "visible_context": _ONE},
     schema.PlayConfig: {"seed": _ANY, "context": _ONE},
@@ -119,11 +120,15 @@ def check_bounds(config: Any) -> None:
 
     None passes wherever the schema allows it.
     """
-    for key, value, allowed in _settings(config, ""):
-        for number in value if isinstance(value, tuple) else (value,):
-            if number is not None and number not in allowed:
-                finite = "" if math.isfinite(number) else "finite and "
-                raise UserError(f"{key}={_text(value)} must be {finite}{allowed}")
+    for prefix, part in _parts(config, ""):
+        for key, allowed in _TABLE.get(type(part), {}).items():
+            value = attrgetter(key)(part)
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and number not in allowed:
+                    finite = "" if math.isfinite(number) else "finite and "
+                    raise UserError(f"{prefix}{key}={_text(value)} must be {finite}{allowed}")
+        if isinstance(part, schema.LearnerConfig | schema.SftConfig) and 0 < part.gpus < 1:
+            _check_shared_gpu(prefix, part)
     if isinstance(config, schema.TrainConfig) and config.learner.dtype != "float32":
         raise UserError(
             f"learner.dtype={config.learner.dtype} must be float32 in train: rollout computes in "
@@ -131,18 +136,26 @@ def check_bounds(config: Any) -> None:
         )
 
 
-def _settings(config: Any, prefix: str) -> Iterator[tuple[str, Any, _Range]]:
-    """Every bounded setting in a config and its parts: dotted key, value, what is allowed."""
-    for key, allowed in _TABLE.get(type(config), {}).items():
-        yield f"{prefix}{key}", attrgetter(key)(config), allowed
+def _check_shared_gpu(prefix: str, part: schema.LearnerConfig | schema.SftConfig) -> None:
+    """Ranks talk through NCCL, which wants a GPU for each."""
+    if part.ranks > 1:
+        raise UserError(
+            f"{prefix}gpus={part.gpus:g}: several ranks cannot share a GPU; "
+            f"set {prefix}gpus=1, or {prefix}ranks=1"
+        )
+
+
+def _parts(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """The config and the configs in it, each with what comes before its keys."""
+    yield prefix, config
     for field in fields(config):
         value = getattr(config, field.name)
         if is_dataclass(value):
-            yield from _settings(value, f"{prefix}{field.name}.")
+            yield from _parts(value, f"{prefix}{field.name}.")
         elif isinstance(value, tuple):
             for index, item in enumerate(value):
                 if is_dataclass(item):
-                    yield from _settings(item, f"{prefix}{field.name}.{index}.")
+                    yield from _parts(item, f"{prefix}{field.name}.{index}.")
 
 
 def _text(value: Any) -> str:

@@ -21,7 +21,7 @@ class RolloutConfig:
 
     actors: int = 1
     threads: int = 1  # torch threads per actor; 0 keeps torch's default
-    gpus: float = 0.0  # GPUs reserved per actor
+    gpus: float = 0.0  # share of a GPU that each actor reserves; 0 stays on the CPU
     concurrency: int = 64  # sequences decoded together by one actor
     temperature: float = 1.0
     max_turn_tokens: int = 16
@@ -49,7 +49,7 @@ class LearnerConfig:
 
     ranks: int = 1
     threads: int = 1  # torch threads per rank; 0 keeps torch's default
-    gpus: float = 0.0  # GPUs reserved per rank
+    gpus: float = 0.0  # share of a GPU that each rank reserves, 1 if several; 0 stays on the CPU
     zero_stage: Literal[0, 1, 2, 3] = 0
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 = torch autocast, fp32 masters
     micro_batch_tokens: int = 8192
@@ -142,7 +142,7 @@ class SftConfig:
     grad_clip: float = 1.0
     ranks: int = 1  # data-parallel processes on this machine
     threads: int = 0  # torch threads per rank; 0 keeps torch's default
-    gpus: float = 0.0  # GPUs per rank; 0 stays on the CPU
+    gpus: float = 0.0  # share of a GPU for each rank, 1 if several; 0 stays on the CPU
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 = torch autocast, fp32 masters
 
 

@@ -36,7 +36,7 @@ from ..rollout.actor import RolloutPool
 from ..rollout.types import Group
 from . import bench_task as task
 from .bench_task import Measurement
-from .cluster import cluster
+from .cluster import check_gpus, cluster
 from .interrupt import RunFailed
 
 MAX_LOG_RATIO = 1e-4  # nats between the sampler's and the learner's log-prob of any token
@@ -88,6 +88,7 @@ def measure_ours(folder: Path, config: BenchConfig) -> Measurement:
     seconds: list[float] = []
     parts: list[tuple[float, float, float]] = []
     with cluster(None), ExitStack() as stack:
+        check_gpus(None, config.rollout, config.learner)
         pool = RolloutPool(checkpoint, env, config.rollout, _context(config), config.seed)
         stack.callback(pool.close)
         temperature = config.rollout.temperature

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import ray
+import torch
 from ray._private import ray_constants
 
 from ..configs.errors import UserError
+from ..configs.schema import LearnerConfig, RolloutConfig
 
 GIB = 2**30
+GPU_UNITS = 10_000  # what Ray divides a GPU into
 
 
 @contextmanager
@@ -37,6 +40,52 @@ def cluster(address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def check_gpus(
+    address: str | None,
+    rollout: RolloutConfig | None = None,
+    learner: LearnerConfig | None = None,
+) -> None:
+    """UserError if Ray has fewer GPUs than all actors and ranks reserve; to be called in `cluster`.
+
+    Ray itself would wait for more of them without end. On a cluster, nodes that have not joined
+    yet do not count; GPUs that another job uses do, and are waited for.
+    """
+    parts: list[str] = []
+    shares: list[float] = []
+    if rollout is not None and rollout.gpus > 0:
+        parts.append(f"rollout.actors={rollout.actors} with rollout.gpus={rollout.gpus:g}")
+        shares += [rollout.gpus] * rollout.actors
+    if learner is not None and learner.gpus > 0:
+        parts.append(f"learner.ranks={learner.ranks} with learner.gpus={learner.gpus:g}")
+        shares += [learner.gpus] * learner.ranks
+    if not shares:
+        return
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if address is None:
+        there = min(there, torch.cuda.device_count())  # none for a torch that is built for CPUs
+    needed = gpus_needed(shares)
+    if needed > there:
+        raise UserError(
+            f"{' and '.join(parts)} {'needs' if len(parts) == 1 else 'need'} {needed} GPUs, "
+            f"there are {there}; lower them, or set gpus to 0 for the CPU"
+        )
+    free = int(ray.available_resources().get("GPU", 0))
+    if needed > free:
+        print(f"waiting for GPUs: {needed} needed, {free} of {there} free", flush=True)
+
+
+def gpus_needed(shares: Sequence[float]) -> int:
+    """How many GPUs hold all ``shares``, each of them on one GPU."""
+    left: list[int] = []
+    for share in sorted((max(int(share * GPU_UNITS), 1) for share in shares), reverse=True):
+        fitting = next((i for i, units in enumerate(left) if units >= share), None)
+        if fitting is None:
+            left.append(GPU_UNITS - share)
+        else:
+            left[fitting] -= share
+    return len(left)
 
 
 def _start_local() -> None:

@@ -18,7 +18,7 @@ from ..policy.records import check_context, read_stage
 from ..policy.tokenizer import load_tokenizer
 from ..rollout.actor import RolloutPool
 from ..rollout.types import Group
-from .cluster import cluster
+from .cluster import check_gpus, cluster
 from .interrupt import RunFailed
 from .prepare import check_first_prompt, find_checkpoint
 from .report import Evaluation, wilson
@@ -39,6 +39,7 @@ def evaluate(path: str, overrides: list[str]) -> int:
     check_context(checkpoint, context, config.allow_longer_context)
     check_first_prompt(env, context, load_tokenizer(checkpoint), config.seed)
     with cluster(config.ray_address):
+        check_gpus(config.ray_address, config.rollout)
         pool = RolloutPool(
             str(checkpoint),
             env,

@@ -144,8 +144,6 @@ def _check(config: SftConfig, parent: Path, output: Path) -> None:
 
 
 def _check_devices(config: SftConfig) -> None:
-    if 0 < config.gpus < 1 < config.ranks:
-        raise UserError(f"gpus={config.gpus:g}: several ranks cannot share a GPU; set gpus=1")
     there = torch.cuda.device_count() if config.gpus > 0 else 0
     if config.ranks * config.gpus > there:
         raise UserError(

@@ -28,7 +28,7 @@ from ..policy.corpus import PackedCorpus, Split, TextCorpus, cut, demonstration
 from ..policy.records import StageRecord, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..rl.actor import LearnerGroup
-from .cluster import cluster
+from .cluster import check_gpus, cluster
 from .fresh import expert_env, starting_checkpoint
 from .report import skipped_line
 from .stage_record import StageRecorder, StageStep, Transition
@@ -65,6 +65,9 @@ def run_stages(config: StageConfig) -> Path:
     """
     output = Path(config.output)
     _check(config, output)
+    if config.learner.gpus > 0:  # known now, not after the minutes that a new tokenizer takes
+        with cluster(config.ray_address):
+            check_gpus(config.ray_address, learner=config.learner)
     finished = _finished_stages(config, output)
     untrained = output / "stages" / UNTRAINED
     start = finished[-1] if finished else starting_checkpoint(config, untrained)

@@ -21,7 +21,7 @@ from ..rollout.actor import RolloutPool
 from ..rollout.buffer import GroupBuffer
 from ..rollout.types import Group, RolloutStats
 from . import checkpoints
-from .cluster import cluster
+from .cluster import check_gpus, cluster
 from .evaluate import measure
 from .interrupt import RunFailed, uninterrupted
 from .prepare import Run, prepare
@@ -52,8 +52,10 @@ def train(config: TrainConfig) -> int:
             f"farhorizon eval {run.folder} evaluates it"
         )
         return 0
-    recorder = Recorder(run.folder, dump_config(run.config), run.step)
-    with cluster(run.config.ray_address), ExitStack() as stack:
+    config = run.config
+    with cluster(config.ray_address), ExitStack() as stack:
+        check_gpus(config.ray_address, config.rollout, config.learner)
+        recorder = Recorder(run.folder, dump_config(config), run.step)
         stack.callback(recorder.close)
         display = stack.enter_context(Display(run.config.steps, run.step))
         job = _start(run, recorder, display, stack)

@@ -51,6 +51,9 @@ def test_defaults_are_within_bounds(schema: type) -> None:
         (TrainConfig, "learner.eps=0", "learner.eps=0.0 must be above 0"),
         (TrainConfig, "learner.weight_decay=-1", "learner.weight_decay=-1.0 must be at least 0"),
         (TrainConfig, "learner.grad_clip=-1", "learner.grad_clip=-1.0 must be at least 0"),
+        (TrainConfig, "learner.gpus=2", "learner.gpus=2.0 must be between 0 and 1"),
+        (TrainConfig, "rollout.gpus=-0.5", "rollout.gpus=-0.5 must be between 0 and 1"),
+        (SftConfig, "gpus=1.5", "gpus=1.5 must be between 0 and 1"),
         (TrainConfig, "learner.ranks=0", "learner.ranks=0 must be at least 1"),
         (TrainConfig, "algorithm.clip_low=0", "algorithm.clip_low=0.0 must be above 0"),
         (TrainConfig, "algorithm.dual_clip=1", "algorithm.dual_clip=1.0 must be above 1"),
@@ -85,6 +88,19 @@ def test_out_of_bounds_is_one_line(schema: type, override: str, message: str) ->
         check_bounds(config)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("schema", "prefix"), [(TrainConfig, "learner."), (SftConfig, "")])
+def test_ranks_do_not_share_a_gpu(schema: type, prefix: str) -> None:
+    """A rollout actor may share one, and so may a learner of one rank."""
+    config = load_config(schema, None, [*BASE[schema], f"{prefix}gpus=0.5"])
+    check_bounds(config)
+    check_bounds(override_config(config, [f"{prefix}ranks=2", f"{prefix}gpus=1"]))
+    message = f"^{prefix}gpus=0.5: several ranks cannot share a GPU; set {prefix}gpus=1, or "
+    with pytest.raises(UserError, match=message):
+        check_bounds(override_config(config, [f"{prefix}ranks=2"]))
+    rollout = ["rollout.gpus=0.5", "rollout.actors=2"]
+    check_bounds(load_config(TrainConfig, None, [*BASE[TrainConfig], *rollout]))
 
 
 def test_greedy_evaluation_and_no_visible_context_are_allowed() -> None:

@@ -1,10 +1,28 @@
-"""A local Ray is reachable from this machine only (C28)."""
+"""A local Ray is reachable from this machine only (C28), and its GPUs are counted beforehand."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from farhorizon.configs.errors import UserError
+from farhorizon.configs.schema import (
+    EnvConfig,
+    LearnerConfig,
+    RolloutConfig,
+    Stage,
+    StageConfig,
+    TrainConfig,
+)
+from farhorizon.launch.cluster import check_gpus, gpus_needed
+from farhorizon.launch.evaluate import evaluate
+from farhorizon.launch.stage import run_stages
+from farhorizon.launch.train import train
 
 PROBE = """
 import os, psutil, ray
@@ -36,3 +54,57 @@ def test_every_socket_of_a_local_ray_is_on_loopback() -> None:
     lines = done.stdout.splitlines()
     assert int(lines[0].split()[1]) >= 3
     assert [line for line in lines if line.startswith("open")] == []
+
+
+@pytest.mark.parametrize(
+    ("shares", "needed"),
+    [
+        ([], 0),
+        ([1.0, 1.0, 1.0, 1.0], 4),
+        ([0.5, 0.5], 1),
+        ([0.5, 1.0, 0.5], 2),
+        ([0.6, 0.6, 0.6], 3),  # 1.8 in all, but none shares a GPU with another
+        ([0.3, 0.7, 0.7, 0.3], 2),
+        ([1 / 3] * 3, 1),
+    ],
+)
+def test_a_share_lies_on_one_gpu(shares: list[float], needed: int) -> None:
+    assert gpus_needed(shares) == needed
+
+
+def test_gpus_that_are_not_there_are_told(ray_local: None) -> None:
+    """Ray would wait for them without a word."""
+    check_gpus(None, RolloutConfig(actors=9), LearnerConfig(ranks=9))
+    with pytest.raises(
+        UserError,
+        match=r"^rollout\.actors=99 with rollout\.gpus=1 and learner\.ranks=98 with "
+        r"learner\.gpus=1 need 197 GPUs, there are \d+; lower them, or set gpus to 0",
+    ):
+        check_gpus(None, RolloutConfig(actors=99, gpus=1), LearnerConfig(ranks=98, gpus=1))
+
+
+def test_every_command_looks_for_its_gpus_first(
+    ray_local: None, checkpoint: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    run = TrainConfig(
+        policy=str(checkpoint),
+        env=EnvConfig(id="echo-v0"),
+        output=str(output),
+        context=64,
+        learner=LearnerConfig(ranks=99, gpus=1),
+    )
+    with pytest.raises(UserError, match=r"^learner\.ranks=99 with learner\.gpus=1 needs 99 GPUs"):
+        train(run)
+    stages = StageConfig(
+        policy="tiny",
+        text="stdlib",
+        output=str(output),
+        stages=(Stage(context=8, steps=1, batch_tokens=8, lr=1e-3),),
+        learner=replace(run.learner, ranks=98),
+    )
+    with pytest.raises(UserError, match=r"needs 98 GPUs"):
+        run_stages(stages)
+    with pytest.raises(UserError, match=r"^rollout\.actors=97 with .* needs 97 GPUs"):
+        evaluate(str(checkpoint), ["env.id=echo-v0", "rollout.actors=97", "rollout.gpus=1"])
+    assert not output.exists()

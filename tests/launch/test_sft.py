@@ -141,7 +141,10 @@ def test_demonstrations_fill_the_steps_once(parent: Path) -> None:
         ({"context": 20, "batch_tokens": 20}, "longer than the context of 20"),
         ({"batch_tokens": 100}, "batch_tokens=100 must hold one sequence of context=128"),
         ({"steps": 0}, "steps=0 must be at least 1"),
-        ({"gpus": 99.0}, "gpus=99 for each of ranks=1 is more than the . GPUs of this machine"),
+        (
+            {"gpus": 1.0, "ranks": 99, "batch_tokens": 99 * 128},
+            "gpus=1 for each of ranks=99 is more than the . GPUs of this machine",
+        ),
         ({"gpus": 0.5, "ranks": 2}, "gpus=0.5: several ranks cannot share a GPU"),
         ({"policy": "nowhere"}, "nowhere: no such folder"),
     ],
