@@ -67,12 +67,6 @@ class QuantileBalancing(TrainerCallback):
         if torch.distributed.is_initialized():
             for counts in self.policy.routing_counts():
                 torch.distributed.all_reduce(counts)
-        for name, parameter in self.policy.named_parameters():
-            if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                raise UserError(
-                    f"sft step {state.global_step + 1}: the gradient of "
-                    f"{name} is not finite; lower lr"
-                )
 
     def on_optimizer_step(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -152,6 +146,12 @@ def _dataset(demonstrations: Sequence[Demonstration]) -> Any:
     )
 
 
+def _check_gradient(policy: Policy, step: int) -> None:
+    for name, parameter in policy.named_parameters():
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            raise UserError(f"sft step {step}: the gradient of {name} is not finite; lower lr")
+
+
 def _trainer(
     policy: Policy,
     tokenizer: PreTrainedTokenizerFast,
@@ -199,7 +199,17 @@ def _trainer(
         )
         # One process drives one GPU: DataParallel would take all that it sees.
         arguments._n_gpu = min(arguments.n_gpu, 1)
-        trainer = SFTTrainer(
+
+        class Trainer(SFTTrainer):
+            """Looks at the gradient as backward leaves it: clipping spreads a nan over all of it,
+            and callbacks come after that."""
+
+            def training_step(self, *args: Any, **kwargs: Any) -> Any:
+                loss = super().training_step(*args, **kwargs)
+                _check_gradient(policy, self.state.global_step + 1)
+                return loss
+
+        trainer = Trainer(
             model=policy,
             processing_class=tokenizer,
             train_dataset=data,

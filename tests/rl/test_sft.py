@@ -1,0 +1,31 @@
+"""What the warm-up says of a gradient that is not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from farhorizon.configs.errors import UserError
+from farhorizon.configs.schema import EnvConfig, SftConfig
+from farhorizon.policy.checkpoint import load_checkpoint
+from farhorizon.policy.corpus import Demonstration
+from farhorizon.rl.sft import train_on_demonstrations
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_tensor_whose_gradient_is_not_finite_is_named(
+    tiny_checkpoint: Path, value: float
+) -> None:
+    start = load_checkpoint(tiny_checkpoint)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    poisoned = dict(start.policy.named_parameters())[name]
+    poisoned.register_hook(lambda gradient: torch.full_like(gradient, value))
+    config = SftConfig(
+        policy="", env=EnvConfig(id="echo-v0"), context=56, steps=1, batch_tokens=56, threads=1
+    )
+    data = [Demonstration(np.arange(56, dtype=np.int32), np.ones(56, np.bool_))]
+    with pytest.raises(UserError, match=f"^sft step 1: the gradient of {name} is not finite"):
+        train_on_demonstrations(start.policy, start.tokenizer, data, config, lambda step: None)
