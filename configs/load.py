@@ -181,15 +181,25 @@ def _convert(
             _build(items[0], item, f"{key}.{i}", where, partial=partial)  # pyright: ignore[reportArgumentType]
             for i, item in enumerate(value)
         )
+    listed = get_origin(inner) is tuple and isinstance(value, list | tuple)
+    if inner is str or (listed and str in items):
+        for item in value if listed else (value,):
+            _refuse_bare(item, key, where)
     try:
-        if isinstance(value, bool) and inner is str:
-            raise UserError(f"{key} {where}: {value} is true or false, not text; quote it")
         merged = OmegaConf.merge(OmegaConf.structured(schema), {name: value})
         result = OmegaConf.to_container(merged, resolve=False, throw_on_missing=False)
     except OmegaConfBaseException:
         raise UserError(f"{key} {where}: {value!r} is not {_describe(hint)}") from None
     leaf = result[name]  # pyright: ignore[reportCallIssue, reportArgumentType, reportOptionalSubscript]
     return tuple(leaf) if get_origin(inner) is tuple else leaf
+
+
+def _refuse_bare(value: Any, key: str, where: str) -> None:
+    """UserError where YAML reads the text that was meant as something else: 007 as 7, off as no."""
+    if isinstance(value, bool | int | float):
+        kind = "true or false" if isinstance(value, bool) else "a number"
+        shell = f""", in a shell as {key}="'...'" """ if "on the command line" in where else ""
+        raise UserError(f"{key} {where}: {value} is {kind}, not text; quote it{shell}".rstrip())
 
 
 def _required(field: Field[Any]) -> bool:

@@ -60,10 +60,47 @@ def test_enumerated_setting_never_becomes_false(text: str) -> None:
         load_config(TrainConfig, None, [*BASE, f"algorithm.scale={text}"])
 
 
-def test_text_setting_refuses_a_bare_boolean() -> None:
-    with pytest.raises(UserError, match="output on the command line: False"):
-        load_config(TrainConfig, None, [*BASE, "output=off"])
-    assert load_config(TrainConfig, None, [*BASE, "output='off'"]).output == "off"
+@pytest.mark.parametrize(
+    ("text", "read", "kind"),
+    [
+        ("off", "False", "true or false"),
+        ("2026_11_29", "20261129", "a number"),
+        ("007", "7", "a number"),
+        ("0x1F", "31", "a number"),
+        ("2.50", "2.5", "a number"),
+        ("1:30", "90", "a number"),  # base 60
+        ("1e5", "100000.0", "a number"),
+    ],
+)
+@pytest.mark.parametrize("key", ["output", "env.id", "ray_address"])
+def test_text_settings_refuse_what_yaml_reads_otherwise(
+    tmp_path: Path, key: str, text: str, read: str, kind: str
+) -> None:
+    """C19: the run would go to another folder than the one named."""
+    with pytest.raises(UserError) as caught:
+        load_config(TrainConfig, None, [*BASE, f"{key}={text}"])
+    assert str(caught.value) == (
+        f"{key} on the command line: {read} is {kind}, not text; "
+        f"""quote it, in a shell as {key}="'...'\""""
+    )
+    quoted = load_config(TrainConfig, None, [*BASE, f"{key}='{text}'"])
+    assert {quoted.output, quoted.env.id, quoted.ray_address} >= {text}
+    path = tmp_path / "stored.yaml"
+    path.write_text(dump_config(quoted))
+    assert load_config(TrainConfig, str(path), []) == quoted
+
+
+def test_text_in_files_and_lists_is_quoted_too(tmp_path: Path) -> None:
+    source = write(tmp_path, "output: 007\n")
+    with pytest.raises(UserError) as caught:
+        load_config(TrainConfig, source, [])
+    assert str(caught.value) == f"output in {source}: 7 is a number, not text; quote it"
+    with pytest.raises(UserError, match=r"env\.plugins on the command line: 12 is a number"):
+        load_config(TrainConfig, None, [*BASE, "env.plugins=[a.py, 12]"])
+    plain = ["output=2026-11-29", "policy=1b", "env.kwargs.pages=007"]
+    config = load_config(TrainConfig, None, [*BASE, *plain])
+    assert (config.output, config.policy) == ("2026-11-29", "1b")
+    assert config.env.kwargs == {"pages": 7}
 
 
 @pytest.mark.parametrize(
@@ -103,6 +140,7 @@ def test_misspelt_key_is_named_with_its_neighbour(tmp_path: Path, key: str, near
         ("steps", "override 'steps' is not of the form key=value"),
         ("=3", "is not of the form key=value"),
         ("steps.x=1", r"steps on the command line"),
+        ("env.kwargs=5", r"env\.kwargs on the command line: 5 is not a dict"),
         ("env.plugins=my.py", r"env\.plugins .*'my\.py'"),
         ("learner.lr=[1", r"invalid YAML for learner\.lr on the command line"),
     ],
