@@ -30,7 +30,7 @@ _INSTRUCTIONS = (
     "the fact you were shown. Reply with exactly one command per turn:\n"
     "next - turn to the next page\n"
     "note NAME PLACE - write down a starred fact, then turn to the next page\n"
-    "answer PLACE - answer the question; this ends the episode\n"
+    "answer NAME PLACE - answer the question; this ends the episode\n"
     "Anything else ends the episode without reward. Reply with: next"
 )
 
@@ -166,10 +166,10 @@ class Archive(ToolEnv):
         return self._turn()
 
     @tool
-    def answer(self, source: str) -> Step:
+    def answer(self, name: str, source: str) -> Step:
         """Answer the question; before it is asked, this ends the episode with 0."""
         asked = self._question
-        if asked is None or source != asked.source:
+        if asked is None or (name, source) != (asked.name, asked.source):
             return self.finish(0.0)
         noted = (asked.name, asked.source) in self._notes
         return self.finish(1.0 if noted or not self.require_note else 0.0)
@@ -179,7 +179,7 @@ class Archive(ToolEnv):
 
     def expert(self) -> str:
         if self._question is not None:
-            action = f"answer {self._question.source}"
+            action = f"answer {self._question.name} {self._question.source}"
         else:
             fact = self._worth_noting() if self._page >= 0 else None
             action = f"note {fact.name} {fact.source}" if fact else "next"
@@ -234,7 +234,7 @@ class Archive(ToolEnv):
         def count(text: str) -> float:
             return 4 + (len(text.split()) if self.style == "brief" else len(text) / 4)
 
-        frame = 2 * count("answer word") + count("next")
+        frame = count("? name") + count("answer name place") + count("next")
         frame += count("go") if self.style == "brief" else count(_INSTRUCTIONS)
         pages, per_page = self.pages, 0.0
         for _ in range(2):  # the share of starred pages depends on how many pages there are

@@ -71,7 +71,7 @@ def test_an_episode_as_it_is_shown() -> None:
     assert texts[2].startswith(f" * {first.name} {first.source} ") and len(texts[2].split()) == 5
     assert texts[3] == f" note {first.name} {first.source}"
     assert texts[5] == f" note {second.name} {second.source}"
-    assert texts[6] == f" ? {first.name}" and texts[7] == f" answer {first.source}"
+    assert texts[6] == f" ? {first.name}" and texts[7] == f" answer {first.name} {first.source}"
     assert set(" ".join(texts).split()) <= set(env.vocabulary)
 
 
@@ -97,7 +97,7 @@ def test_stars_are_unique_half_the_pages_and_never_distractors() -> None:
         assert len(starred) == len(set(starred)) == 8
         assert not others & set(starred)
         assert all(len(facts) == 2 - (fact is not None) for fact, facts in pages)
-        answer = env.expert().split()[1]
+        answer = env.expert().split()[2]
         name = [fact for fact, _ in pages if fact is not None and fact.source == answer]
         assert name  # the answer was on a starred record
         asked_pages.append(min(k for k, (fact, _) in enumerate(pages) if fact in name))
@@ -128,10 +128,10 @@ def test_every_star_of_the_first_half_is_asked_about_equally_often() -> None:
         ["note get"],
         ["note a b c"],
         ["answer"],
-        ["answer xml xml"],
+        ["answer xml xml xml"],
         ["NEXT"],
         ["\u2603"],
-        ["next", "answer xml"],
+        ["next", "answer get xml"],
         ["expert"],
         ["reset"],
     ],
@@ -144,7 +144,7 @@ def test_invalid_actions_end_the_episode_with_zero(actions: list[str]) -> None:
     assert not any(over for _, _, over, _, _ in results[:-1])
 
 
-@pytest.mark.parametrize("action", ["next", "note get xml", "answer nowhere", "what"])
+@pytest.mark.parametrize("action", ["next", "note get xml", "answer nowhere", "answer get nowhere", "what"])
 def test_only_the_right_answer_is_rewarded_at_the_question(action: str) -> None:
     env = archive(pages=4)
     reach_question(env, 0)
@@ -177,7 +177,7 @@ def test_a_wrong_note_can_be_corrected() -> None:
     assert fact is not None
     env.step(f"note {fact.name} nowhere")
     env.step(f"note {fact.name} {fact.source}")
-    assert env.step(f"answer {fact.source}")[1] == 1.0
+    assert env.step(f"answer {fact.name} {fact.source}")[1] == 1.0
 
 
 @pytest.mark.parametrize(("slots", "reward"), [(None, 1.0), (3, 1.0), (2, 0.0)])
@@ -190,7 +190,7 @@ def test_a_full_notebook_loses_its_oldest_note(slots: int | None, reward: float)
     assert fact is not None
     for note in (f"{fact.name} {fact.source}", "a b", "c d"):
         env.step(f"note {note}")
-    assert env.step(f"answer {fact.source}")[1] == reward
+    assert env.step(f"answer {fact.name} {fact.source}")[1] == reward
 
 
 def starred_first(env: Archive, seed: int) -> bool:
@@ -253,7 +253,7 @@ def test_chance_is_what_the_best_memoryless_guess_reaches() -> None:
         counts = by_name.setdefault(asked.name, Counter())
         if seed >= 1500:  # guess what was most frequent for this name so far
             guess = counts.most_common(1)[0][0]
-            rewards.append(env.step(f"answer {guess}")[1])
+            rewards.append(env.step(f"answer {asked.name} {guess}")[1])
         counts[asked.source] += 1
     assert env.chance <= 1 / 4
     assert abs(sum(rewards) / len(rewards) - env.chance) < 0.04  # 3.7 standard deviations
@@ -294,7 +294,7 @@ def test_full_style_can_be_read() -> None:
     env = archive(pages=4, style="full")
     texts, total = play_expert(env, 0)
     assert total == 1.0
-    assert "4 pages" in texts[0] and "note NAME PLACE" in texts[0] and "answer PLACE" in texts[0]
+    assert "4 pages" in texts[0] and "note NAME PLACE" in texts[0] and "answer NAME PLACE" in texts[0]
     assert texts[2].startswith("Page 1 of 4\n") and len(texts[2].splitlines()) == 3
     starred = next(text for text in texts if "\n* " in text)
     assert any(kind in starred for kind in ("* def ", "* class "))
