@@ -11,8 +11,8 @@ from rich.table import Table
 
 from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
-from ..configs.load import load_config, override_config
-from ..configs.schema import EnvConfig, EvalConfig, TrainConfig
+from ..configs.load import override_config
+from ..configs.schema import EnvConfig, EvalConfig
 from ..envs.registry import resolve_plugins, tasks
 from ..policy.records import check_context, read_stage
 from ..policy.tokenizer import load_tokenizer
@@ -20,6 +20,7 @@ from ..rollout.actor import RolloutPool
 from ..rollout.types import Group
 from .cluster import check_gpus, cluster
 from .interrupt import RunFailed
+from .origin import evaluation_defaults
 from .prepare import check_first_prompt, find_checkpoint
 from .report import Evaluation, wilson
 
@@ -27,13 +28,13 @@ from .report import Evaluation, wilson
 def evaluate(path: str, overrides: list[str]) -> int:
     """Evaluate what ``path`` names, print a table and write ``eval.json``; returns 0.
 
-    Settings that are not given are those of the run that ``path`` is or belongs to.
+    Settings that are not given are those of what made the checkpoint: `evaluation_defaults`.
     """
     checkpoint = find_checkpoint(path).absolute()
-    config = override_config(_defaults(checkpoint, Path(path), overrides), overrides)
+    config = override_config(evaluation_defaults(checkpoint, overrides), overrides)
     check_bounds(config)
     if config.env is None:
-        raise UserError(f"{path} belongs to no run: name the environment, env.id=...")
+        raise UserError(f"{path} belongs to no run with an environment: name one, env.id=...")
     env = resolve_plugins(config.env)
     context = config.context or read_stage(checkpoint).context
     check_context(checkpoint, context, config.allow_longer_context)
@@ -99,32 +100,6 @@ def summarise(groups: list[Group], episodes: int, seed: int, checkpoint: str) ->
         tokens_mean=sum(len(t.token_ids) for t in completed) / len(completed),
         seed=seed,
         checkpoint=checkpoint,
-    )
-
-
-def _defaults(checkpoint: Path, path: Path, overrides: list[str]) -> EvalConfig:
-    """Settings of the run around a checkpoint.
-
-    A run folder may come from somebody else: code that its config names is run only when the
-    command line names it too.
-    """
-    for folder in (path, checkpoint.parent.parent):
-        file = folder / "config.yaml"
-        if file.is_file():
-            run = load_config(TrainConfig, str(file), [])
-            break
-    else:
-        return EvalConfig()
-    if run.env.plugins and not any(o.startswith("env.plugins=") for o in overrides):
-        named = ",".join(run.env.plugins)
-        raise UserError(f"{file} names code of its own; to run it, add env.plugins=[{named}]")
-    return EvalConfig(
-        env=run.env,
-        seed=run.seed,
-        context=run.context,
-        rollout=run.rollout,
-        allow_longer_context=run.allow_longer_context,
-        ray_address=run.ray_address,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
 from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
+from ..configs.load import dump_config
 from ..configs.schema import SftConfig
-from ..envs.registry import tasks
+from ..envs.registry import resolve_plugins, tasks
 from ..policy.checkpoint import check_replaceable, load_checkpoint, save_checkpoint
 from ..policy.corpus import (
     Demonstration,
@@ -36,8 +37,11 @@ DATA_FILE = "demonstrations.npz"
 
 def run_sft(config: SftConfig) -> Path:
     """Train, and write the checkpoint folder ``config.output``; returns it."""
-    output = Path(config.output)
-    parent = find_checkpoint(config.policy)
+    output = Path(config.output).absolute()
+    parent = find_checkpoint(config.policy).resolve()
+    config = replace(
+        config, policy=str(parent), output=str(output), env=resolve_plugins(config.env)
+    )
     _check(config, parent, output)
     begin = time.perf_counter()
     demonstrations = collect(config, ChatFormat(load_tokenizer(parent)))
@@ -107,6 +111,7 @@ def _train(rank: int, config: SftConfig, parent: str, scratch: str) -> None:
         (output / "metrics.jsonl").write_text(
             "".join(json.dumps(asdict(step)) + "\n" for step in progress.steps), encoding="utf-8"
         )
+        (output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         print(f"sft: {tokens} tokens; checkpoint {output}", flush=True)
     if config.ranks > 1:
         torch.distributed.destroy_process_group()

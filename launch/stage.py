@@ -232,7 +232,7 @@ def _corpus(
         yield PackedCorpus(text, None, 0.0, config.seed)
         return
     context = config.stages[index].context
-    horizons = [_stage_env(config.env, stage) for stage in config.stages[: index + 1]]
+    horizons = [stage_env(config.env, stage) for stage in config.stages[: index + 1]]
     distinct = [env for i, env in enumerate(horizons) if env not in horizons[:i]]
     id = config.env.id
     with ExitStack() as stack:
@@ -247,7 +247,8 @@ def _corpus(
         yield PackedCorpus(text, episode, config.episode_fraction, config.seed)
 
 
-def _stage_env(env: EnvConfig, stage: Stage) -> EnvConfig:
+def stage_env(env: EnvConfig, stage: Stage) -> EnvConfig:
+    """The environment at the horizon of a stage."""
     return replace(env, kwargs={**env.kwargs, **stage.env_kwargs})
 
 
@@ -277,12 +278,15 @@ def _publish(folder: Path, output: Path) -> None:
             shutil.copy2(file, target)
 
 
-def _finished_stages(config: StageConfig, output: Path) -> list[Path]:
-    """Checkpoints of the stages that a run in ``output`` has finished, in order.
-
-    UserError if it was another run.
-    """
+def stage_folders(output: Path) -> list[Path]:
+    """Checkpoints of the finished stages of a run in ``output``, in order."""
     folders = [file.parent for file in (output / "stages").glob("[1-9]*-*/stage.json")]
+    return sorted(folders, key=lambda folder: int(folder.name.split("-")[0]))
+
+
+def _finished_stages(config: StageConfig, output: Path) -> list[Path]:
+    """`stage_folders` of this run; UserError if those in ``output`` are of another."""
+    folders = stage_folders(output)
     if not folders:
         return []
     before = load_config(StageConfig, str(output / "config.yaml"), [])
@@ -292,7 +296,7 @@ def _finished_stages(config: StageConfig, output: Path) -> list[Path]:
             f"output {output}: holds stages of a run with another {', '.join(other)}; "
             "choose another output"
         )
-    return sorted(folders, key=lambda folder: int(folder.name.split("-")[0]))
+    return folders
 
 
 def _check_episodes(config: StageConfig, first: int, chat: ChatFormat) -> None:
@@ -301,7 +305,7 @@ def _check_episodes(config: StageConfig, first: int, chat: ChatFormat) -> None:
         return
     seed = tasks(config.env.id, "train", 0, 1, config.seed)[0].seed
     for number, stage in list(enumerate(config.stages))[first:]:
-        env = expert_env(_stage_env(config.env, stage))
+        env = expert_env(stage_env(config.env, stage))
         try:
             demonstration(env, seed, chat, stage.context)
         except UserError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,9 +11,20 @@ import numpy as np
 import pytest
 
 from farhorizon.configs.errors import UserError
+from farhorizon.configs.load import dump_config
+from farhorizon.configs.schema import (
+    EnvConfig,
+    EvalConfig,
+    RolloutConfig,
+    SftConfig,
+    Stage,
+    StageConfig,
+    TrainConfig,
+)
 from farhorizon.envs.types import StopReason
 from farhorizon.launch.evaluate import evaluate, summarise
 from farhorizon.launch.interrupt import RunFailed
+from farhorizon.launch.origin import evaluation_defaults
 from farhorizon.rollout.types import Group, Segment, Trajectory
 
 EMPTY = np.zeros(0, np.float32), np.zeros(0, np.int32)
@@ -71,8 +84,78 @@ def test_code_named_by_a_stored_run_is_not_run(checkpoint: Path, tmp_path: Path)
     assert not sentinel.exists()
 
 
-def test_plain_checkpoint_needs_an_environment(checkpoint: Path) -> None:
-    with pytest.raises(UserError, match=r"belongs to no run: name the environment, env\.id="):
+def test_plain_checkpoint_needs_an_environment(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"belongs to no run with an environment: name one, env\.id"
+    ):
         evaluate(str(checkpoint), [])
     with pytest.raises(UserError, match="context=65 is longer"):
         evaluate(str(checkpoint), ["env.id=echo-v0", "context=65"])
+    published = tmp_path / "models" / "stages" / "published"
+    shutil.copytree(checkpoint, published)
+    (published / "stage.json").unlink()
+    for folder in (published, published.parents[1]):  # whatever they are, they are not ours
+        (folder / "config.yaml").write_text("layers: 4\n")
+    assert evaluation_defaults(published, []) == EvalConfig()
+
+
+@pytest.fixture
+def stages(checkpoint: Path, tmp_path: Path) -> Path:
+    """The folder of a stage run that went on from one of two stages."""
+    output = tmp_path / "stage"
+    shutil.copytree(checkpoint, output)
+    for name in ("3-32", "10-64"):
+        shutil.copytree(checkpoint, output / "stages" / name)
+    config = StageConfig(
+        policy="tiny",
+        text="stdlib",
+        seed=5,
+        env=EnvConfig(id="echo-v0", kwargs={"turns": 1}),
+        stages=(
+            Stage(context=32, steps=1, batch_tokens=32, lr=1e-3),
+            Stage(context=64, steps=1, batch_tokens=64, lr=1e-3, env_kwargs={"turns": 3}),
+        ),
+    )
+    (output / "config.yaml").write_text(dump_config(config))
+    return output
+
+
+def test_stages_are_evaluated_at_their_horizon(stages: Path) -> None:
+    def turns(checkpoint: Path) -> int:
+        env = evaluation_defaults(checkpoint, []).env
+        assert env is not None and env.id == "echo-v0"
+        return env.kwargs["turns"]
+
+    folders = (stages, stages / "stages" / "3-32", stages / "stages" / "10-64")
+    assert [turns(folder) for folder in folders] == [3, 1, 3]
+    other = evaluation_defaults(stages, ["env.id=even-v0"])
+    assert other == EvalConfig(seed=5)
+
+
+def test_a_warm_up_is_evaluated_on_its_demonstrations(checkpoint: Path, tmp_path: Path) -> None:
+    env = EnvConfig(id="echo-v0", kwargs={"turns": 2})
+    output = tmp_path / "sft"
+    shutil.copytree(checkpoint, output)
+    assert evaluation_defaults(output, []) == EvalConfig()
+    config = SftConfig(policy="p", env=env, context=16, seed=2)
+    (output / "config.yaml").write_text(dump_config(config))
+    assert evaluation_defaults(output, []) == EvalConfig(env=env, seed=2)
+
+
+def test_a_checkpoint_of_a_run_has_its_settings(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints" / "step-000001"
+    shutil.copytree(checkpoint, folder)
+    (folder / "run.json").write_text("{}")
+    env = EnvConfig(id="echo-v0", kwargs={"turns": 2})
+    rollout = RolloutConfig(max_turn_tokens=3)
+    config = TrainConfig(policy="p", env=env, context=32, seed=7, rollout=rollout)
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
+    expected = EvalConfig(env=env, seed=7, context=32, rollout=rollout)
+    assert evaluation_defaults(folder, []) == expected
+
+
+def test_evaluation_of_a_stage(stages: Path, ray_local: None) -> None:
+    for folder in (stages, stages / "stages" / "3-32"):
+        assert evaluate(str(folder), ["episodes=2", "rollout.max_turn_tokens=2"]) == 0
+        result = json.loads((folder / "eval.json").read_text())
+        assert (result["episodes"], result["errors"], result["seed"]) == (2, 0, 5)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from farhorizon.configs.errors import UserError
+from farhorizon.configs.load import load_config
 from farhorizon.configs.schema import EnvConfig, SftConfig
 from farhorizon.launch.sft import DATA_FILE, collect, run_sft, train_ranks
 from farhorizon.policy import Policy, PolicyConfig
@@ -81,6 +82,7 @@ def test_a_warm_up_learns_and_leaves_a_whole_checkpoint(
         )
         assert abs(float(new.e_score_correction_bias.mean())) < 1e-6
     assert "tokens/s" in capsys.readouterr().out
+    assert load_config(SftConfig, str(output / "config.yaml"), []) == settings(parent, output)
 
 
 def test_only_assistant_tokens_are_trained_and_sequences_do_not_mix(parent: Path) -> None:

@@ -200,7 +200,7 @@ def killed_in_the_second_stage(config: StageConfig, switch: Transition) -> Path:
             {"policy": "tinny"},
             "policy tinny: no such folder; presets: 1b, 3b, k3, kimi-linear-48b, ",
         ),
-        ({"text": "nowhere"}, "text: no folder nowhere"),
+        ({"text": "nowhere"}, "text: no such folder nowhere"),
         ({"vocab_size": 268}, "vocab_size=268 is too small"),
         ({"stages": ()}, "at least one stage"),
         ({"stages": (replace(STAGES[0], batch_tokens=31),)}, r"stages\[0\].batch_tokens=31 .* 32"),
