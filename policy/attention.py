@@ -120,14 +120,14 @@ class GatedMLA(nn.Module):
         position = past[packing.row] + packing.offset
         length = int(position.max()) + 1
         state.reserve(length)
-        state.latent[packing.row, position] = entry.to(state.latent.dtype)
-        keys = state.latent[:, :length].to(q.dtype)  # [N, S, rank + rope]
+        state.store(packing.row, position, entry)
+        keys = [part.to(q.dtype) for part in state.keys(length)]  # each [n, S, rank + rope]
         weight = self.kv_b_proj.weight.view(self.num_heads, self.nope + self.value, self.rank)
         q_nope, q_rope = q.split([self.nope, self.rope], -1)
         absorbed = torch.einsum("thn,hnr->thr", q_nope, weight[:, : self.nope].to(q.dtype))
         query = packing.pad(torch.cat([absorbed, q_rope], -1))  # [N, L, H, rank + rope]
         # Keys are shared by all heads: one query each costs less than the cache. More go in blocks.
-        block = max(1, MAX_SCORES // (len(keys) * self.num_heads * length))
+        block = max(1, MAX_SCORES // (len(query) * self.num_heads * length))
         seen = past[:, None] + torch.arange(query.shape[1], device=q.device)
         parts = [
             self._attend(some, keys, last)
@@ -136,16 +136,26 @@ class GatedMLA(nn.Module):
         context = packing.unpad(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
         return torch.einsum("thr,hvr->thv", context, weight[:, self.nope :].to(q.dtype)).flatten(1)
 
-    def _attend(self, query: torch.Tensor, keys: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, keys: list[torch.Tensor], last: torch.Tensor
+    ) -> torch.Tensor:
         """Latents [N, L, H, rank] that ``query`` [N, L, H, rank + rope] finds among ``keys``
-        [N, S, rank + rope], each up to its position ``last`` [N, L]."""
+        [n, S, rank + rope] of N sequences in all, each up to its position ``last`` [N, L]."""
         count, longest, _, _ = query.shape
-        length = keys.shape[1]
-        scores = torch.bmm(query.flatten(1, 2), keys.transpose(1, 2)).view(
+        length = keys[0].shape[1]
+        scores = _stretches(query.flatten(1, 2), [part.transpose(1, 2) for part in keys]).view(
             count, longest, self.num_heads, length
         )
         hidden = torch.arange(length, device=query.device) > last[..., None]  # [N, L, S]
         scores = (widen(scores) * self.scale).masked_fill_(hidden[:, :, None], -torch.inf)
         weights = scores.softmax(-1).to(query.dtype).view(count, longest * self.num_heads, length)
-        context = torch.bmm(weights, keys[..., : self.rank])
+        context = _stretches(weights, [part[..., : self.rank] for part in keys])
         return context.view(count, longest, self.num_heads, self.rank)
+
+
+def _stretches(x: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+    """``torch.bmm(x, torch.cat(others))`` without that copy."""
+    if len(others) == 1:
+        return torch.bmm(x, others[0])
+    parts = x.split([len(other) for other in others])
+    return torch.cat([torch.bmm(a, b) for a, b in zip(parts, others, strict=True)])

@@ -22,8 +22,10 @@ class KdaState:
         return KdaState(self.recurrent.index_select(0, index), self.conv.index_select(0, index))
 
     def put(self, index: torch.Tensor, other: KdaState) -> None:
-        self.recurrent = self.recurrent.index_copy(0, index, other.recurrent)
-        self.conv = self.conv.index_copy(0, index, other.conv)
+        self.recurrent.index_copy_(0, index, other.recurrent)
+        self.conv.index_copy_(0, index, other.conv)
+
+    lend, take_back = select, put
 
     @staticmethod
     def cat(parts: Sequence[KdaState]) -> KdaState:
@@ -35,9 +37,32 @@ class KdaState:
 
 @dataclass(slots=True)
 class LatentCache:
-    """``latent`` [N, capacity, kv_lora_rank + rope]: normed latent and shared key per token."""
+    """``latent`` [N, capacity, kv_lora_rank + rope]: normed latent and shared key per token.
+
+    ``rows`` are set in a part that shares the tensor of a larger cache: sequence n of the part
+    lies in row ``rows[n]``.
+    """
 
     latent: torch.Tensor
+    rows: tuple[int, ...] | None = None
+
+    def store(self, row: torch.Tensor, position: torch.Tensor, entry: torch.Tensor) -> None:
+        """Write ``entry`` [T, width] to ``position`` [T] of the sequences ``row`` [T]."""
+        if self.rows is not None:
+            row = torch.tensor(self.rows, device=row.device)[row]
+        self.latent[row, position] = entry.to(self.latent.dtype)
+
+    def keys(self, length: int) -> list[torch.Tensor]:
+        """The first ``length`` tokens of all sequences in their order: one view ``[n, length,
+        width]`` for each stretch of rows that lie side by side."""
+        keys = self.latent[:, :length]
+        if self.rows is None:
+            return [keys]
+        edges = [i for i in range(1, len(self.rows)) if self.rows[i] != self.rows[i - 1] + 1]
+        starts, ends = [0, *edges], [*edges, len(self.rows)]
+        return [
+            keys[self.rows[a] : self.rows[b - 1] + 1] for a, b in zip(starts, ends, strict=True)
+        ]
 
     def reserve(self, length: int) -> None:
         """Grow by doubling until ``length`` tokens fit."""
@@ -53,6 +78,12 @@ class LatentCache:
     def put(self, index: torch.Tensor, other: LatentCache) -> None:
         self.reserve(other.latent.shape[1])
         self.latent[index, : other.latent.shape[1]] = other.latent
+
+    def lend(self, index: torch.Tensor) -> LatentCache:
+        return LatentCache(self.latent, tuple(index.tolist()))
+
+    def take_back(self, index: torch.Tensor, part: LatentCache) -> None:
+        self.latent = part.latent  # another one if it had to grow
 
     @staticmethod
     def cat(parts: Sequence[LatentCache]) -> LatentCache:
@@ -126,6 +157,22 @@ class DecodeState:
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine.put(index, theirs)  # type: ignore[arg-type]
         self.lengths = self.lengths.index_copy(0, index, other.lengths)
+
+    def lend(self, index: torch.Tensor) -> DecodeState:
+        """The rows ``index`` for one forward, to be given to `take_back` after it.
+
+        Latents are shared, for a copy of all tokens would cost more than the forward; KDA states
+        are copied.
+        """
+        return DecodeState(
+            [layer.lend(index) for layer in self.layers], self.lengths.index_select(0, index)
+        )
+
+    def take_back(self, index: torch.Tensor, part: DecodeState) -> None:
+        """Take over what a forward made of the rows that were lent."""
+        for mine, theirs in zip(self.layers, part.layers, strict=True):
+            mine.take_back(index, theirs)  # type: ignore[arg-type]
+        self.lengths = self.lengths.index_copy(0, index, part.lengths)
 
     @classmethod
     def cat(cls, parts: Sequence[DecodeState]) -> DecodeState:

@@ -267,8 +267,9 @@ class NativeGenerator:
         else:
             assert self._state is not None
             index = self._index(active)
-            out = self.policy(input_ids, cu_seqlens, self._state.select(index), last_only=True)
-            self._state.put(index, out.state)
+            part = self._state.lend(index)
+            out = self.policy(input_ids, cu_seqlens, part, last_only=True)
+            self._state.take_back(index, part)
         return out.logits
 
     def _fork(self, active: np.ndarray, logits: Tensor) -> tuple[np.ndarray, Tensor]:

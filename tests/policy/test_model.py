@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -84,6 +85,29 @@ def test_state_rows_fork_replace_and_join(policy):
     step = policy(tokens(3, 4).view(3, 1), state=joined).logits
     again = policy(tokens(3, 4)[:, 1:2], state=state).logits
     torch.testing.assert_close(step[1], again[0])
+
+
+@torch.no_grad()
+def test_rows_that_are_lent_continue_among_those_that_wait(policy):
+    ids = tokens(5 * 12).view(5, 12)
+    state = DecodeState.empty(policy.config, 5, dtype=torch.float64)
+    policy(ids, state=state)
+    near = partial(torch.testing.assert_close, atol=1e-12, rtol=1e-12)
+    waiting = state.select(torch.tensor([2]))
+    for rows, count in (([4, 0, 1], 1), ([3, 4], 30), ([0], 1)):  # 30 tokens make the cache grow
+        index, more = torch.tensor(rows), tokens(len(rows) * count, count).view(len(rows), count)
+        alone = state.select(index)
+        expected = policy(more, state=alone).logits
+        part = state.lend(index)
+        near(policy(more, state=part).logits, expected)
+        state.take_back(index, part)
+        assert torch.equal(state.lengths[index], alone.lengths)
+        again, also = (policy(more, state=s).logits for s in (state.select(index), alone))
+        near(again, also)
+    assert state.lengths.tolist() == [14, 13, 12, 42, 43]
+    step = tokens(1, 9)
+    expected = policy(step, state=waiting).logits
+    near(policy(step, state=state.select(torch.tensor([2]))).logits, expected)
 
 
 def test_state_memory_follows_the_tokens_stored(policy):

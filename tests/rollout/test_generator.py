@@ -9,6 +9,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.rollout.generator import NativeGenerator
@@ -110,6 +111,50 @@ def test_completions_longer_than_the_first_buffer(policy: Policy) -> None:
     done = [c for _ in range(50) for c in generator.step()]
     ((_, completion),) = done
     assert completion.token_ids.tolist() == alone(policy, draw(4)[0].tolist(), 11, params)[0]
+
+
+class Largest(TorchDispatchMode):
+    """Size of the largest tensor that was made, views of what there is left out."""
+
+    def __init__(self, there: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.there = {tensor.untyped_storage().data_ptr() for tensor in there}
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.untyped_storage().data_ptr() not in self.there
+            ):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_a_step_does_not_copy_the_cache_when_sessions_wait() -> None:
+    """Six of eight sessions go on: what a step makes does not grow with tokens x cache width."""
+    torch.manual_seed(0)
+    policy = Policy(PolicyConfig.tiny(vocab_size=24, hidden_size=32, num_hidden_layers=4))
+    generator = NativeGenerator(policy)
+    one = SamplingParams(max_tokens=1)
+    sessions = [generator.open(p, [i], one)[0] for i, p in enumerate(draw(*[1000] * 8))]
+    while generator.busy:
+        generator.step()
+    for waiting, session in enumerate(sessions):
+        if waiting not in (2, 7):
+            generator.extend(session, draw(3)[0], SamplingParams(max_tokens=20))
+    for _ in range(3):
+        generator.step()
+    state = generator._state
+    assert state is not None
+    cache = state.layers[3].tensors()[0]
+    rows, capacity, width = cache.shape
+    assert rows == 8 and capacity >= 1000 and width > 4 * policy.config.num_attention_heads
+    with Largest([cache]) as largest:
+        generator.step()
+    assert 0 < largest.elements < 6 * 1000 * width / 2
+    assert state.layers[3].tensors()[0] is cache
 
 
 def test_requests_below_one_token_are_refused(policy: Policy) -> None:
