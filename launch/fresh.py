@@ -30,15 +30,19 @@ BYTES_PER_TOKEN = 4096  # and how much more for a larger vocabulary
 EPISODES, EPISODE_CHARACTERS = 256, 1_000_000  # at most, to find an environment's words
 
 
+def policy_presets() -> dict[str, Path]:
+    """Files of the policies that come with the project, by name."""
+    return {path.stem: path for path in sorted((PRESETS / "policy").glob("*.json"))}
+
+
 def starting_checkpoint(config: StageConfig, folder: Path) -> Path:
     """The checkpoint that ``config.policy`` names; a preset is built and saved in ``folder``."""
-    preset = PRESETS / "policy" / f"{config.policy}.json"
-    if not preset.is_file():
+    presets = policy_presets()
+    if config.policy not in presets:
         try:
             return find_checkpoint(config.policy)
         except UserError as error:
-            names = ", ".join(sorted(path.stem for path in preset.parent.glob("*.json")))
-            raise UserError(f"policy {error}; presets: {names}") from None
+            raise UserError(f"policy {error}; presets: {', '.join(presets)}") from None
     texts = list(
         sample_texts(config.text, config.seed, max(TEXT_BYTES, BYTES_PER_TOKEN * config.vocab_size))
     )
@@ -46,7 +50,7 @@ def starting_checkpoint(config: StageConfig, folder: Path) -> Path:
     # Half of the room at most: a vocabulary of whole words alone would spell all other text.
     words = frequent_words(spoken, max(0, text_token_room(config.vocab_size) // 2))
     tokenizer = train_tokenizer([*texts, *spoken], config.vocab_size, words)
-    fields = json.loads(preset.read_text(encoding="utf-8"))
+    fields = json.loads(presets[config.policy].read_text(encoding="utf-8"))
     policy_config = PolicyConfig.from_dict(fields | {"vocab_size": config.vocab_size})
     torch.manual_seed(config.seed)
     policy = Policy(policy_config)

@@ -23,13 +23,14 @@ from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
 from ..configs.load import dump_config, load_config
 from ..configs.schema import AlgorithmConfig, EnvConfig, Stage, StageConfig, SyncConfig
-from ..envs.registry import tasks
+from ..configs.text import STDLIB
+from ..envs.registry import resolve_plugins, tasks
 from ..policy.corpus import PackedCorpus, Split, TextCorpus, cut, demonstration
 from ..policy.records import StageRecord, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..rl.actor import LearnerGroup
 from .cluster import check_gpus, cluster
-from .fresh import expert_env, starting_checkpoint
+from .fresh import expert_env, policy_presets, starting_checkpoint
 from .report import skipped_line
 from .stage_record import StageRecorder, StageStep, Transition
 
@@ -63,6 +64,7 @@ def run_stages(config: StageConfig) -> Path:
     Each stage leaves a checkpoint of its own under ``stages/`` in it; a run that was stopped goes
     on from the newest. RunFailed when a switch was not smooth: then the stages are all there is.
     """
+    config = _absolute(config)
     output = Path(config.output)
     _check(config, output)
     if config.learner.gpus > 0:  # known now, not after the minutes that a new tokenizer takes
@@ -297,6 +299,18 @@ def _finished_stages(config: StageConfig, output: Path) -> list[Path]:
             "choose another output"
         )
     return folders
+
+
+def _absolute(config: StageConfig) -> StageConfig:
+    """The same run for processes in other folders, and for whoever goes on with it from one."""
+    preset, stdlib = config.policy in policy_presets(), config.text == STDLIB
+    return replace(
+        config,
+        policy=config.policy if preset else str(Path(config.policy).resolve()),
+        text=config.text if stdlib else str(Path(config.text).expanduser().absolute()),
+        output=str(Path(config.output).absolute()),
+        env=None if config.env is None else resolve_plugins(config.env),
+    )
 
 
 def _check_episodes(config: StageConfig, first: int, chat: ChatFormat) -> None:

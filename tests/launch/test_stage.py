@@ -125,6 +125,35 @@ def test_stages_end_to_end_and_on_from_there(
         run_stages(replace(config, policy=str(output), output=str(output.parent / "shorter")))
 
 
+def test_paths_hold_in_every_folder(
+    config: StageConfig,
+    checkpoint: Path,
+    tmp_path: Path,
+    ray_local: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The learner's processes stand in the folder where Ray was started."""
+    shutil.copytree(checkpoint, tmp_path / "start")
+    (tmp_path / "my_words.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert config.env is not None
+    relative = replace(
+        config,
+        policy="start",
+        text="text",
+        output="relative",
+        env=replace(config.env, plugins=("my_words.py",)),
+        stages=(Stage(context=64, steps=1, batch_tokens=64, lr=1e-3),),
+    )
+    output = run_stages(relative)
+    assert output == tmp_path / "relative"
+    assert load_checkpoint(output).stage.parent == str(tmp_path / "start")
+    stored = load_config(StageConfig, str(output / "config.yaml"), [])
+    assert stored.env is not None and stored.env.plugins == (str(tmp_path / "my_words.py"),)
+    monkeypatch.chdir("/")
+    assert stored == stage_command._absolute(stored)
+
+
 def check_going_on(config: StageConfig, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run killed in its second stage goes on from the first and ends where it would have."""
     killed = finished.parent / "killed"
@@ -198,9 +227,9 @@ def killed_in_the_second_stage(config: StageConfig, switch: Transition) -> Path:
     [
         (
             {"policy": "tinny"},
-            "policy tinny: no such folder; presets: 1b, 3b, k3, kimi-linear-48b, ",
+            "policy .*/tinny: no such folder; presets: 1b, 3b, k3, kimi-linear-48b, ",
         ),
-        ({"text": "nowhere"}, "text: no such folder nowhere"),
+        ({"text": "nowhere"}, "text: no such folder .*/nowhere"),
         ({"vocab_size": 268}, "vocab_size=268 is too small"),
         ({"stages": ()}, "at least one stage"),
         ({"stages": (replace(STAGES[0], batch_tokens=31),)}, r"stages\[0\].batch_tokens=31 .* 32"),
