@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -21,24 +21,33 @@ from ..rollout.types import Group
 from .cluster import check_gpus, cluster
 from .interrupt import RunFailed
 from .origin import evaluation_defaults
-from .prepare import check_first_prompt, find_checkpoint
+from .prepare import changes, check_first_prompt, find_checkpoint
 from .report import Evaluation, wilson
+
+# What a success rate is of, beside checkpoint, seed and episodes, which the file holds.
+JUDGED = (
+    *("env.id", "env.kwargs", "context"),
+    *("rollout.temperature", "rollout.max_turn_tokens", "rollout.max_turns"),
+)
 
 
 def evaluate(path: str, overrides: list[str]) -> int:
-    """Evaluate what ``path`` names, print a table and write ``eval.json``; returns 0.
+    """Evaluate what ``path`` names, print a table and write a JSON file; returns 0.
 
     Settings that are not given are those of what made the checkpoint: `evaluation_defaults`.
     """
     checkpoint = find_checkpoint(path).absolute()
-    config = override_config(evaluation_defaults(checkpoint, overrides), overrides)
+    defaults = evaluation_defaults(checkpoint, overrides)
+    config = override_config(defaults, overrides)
     check_bounds(config)
     if config.env is None:
         raise UserError(f"{path} belongs to no run with an environment: name one, env.id=...")
     env = resolve_plugins(config.env)
-    context = config.context or read_stage(checkpoint).context
+    trained = read_stage(checkpoint).context
+    context = config.context or trained
     check_context(checkpoint, context, config.allow_longer_context)
     check_first_prompt(env, context, load_tokenizer(checkpoint), config.seed)
+    file = output_file(Path(path), _resolved(defaults, trained), _resolved(config, trained))
     with cluster(config.ray_address):
         check_gpus(config.ray_address, config.rollout)
         pool = RolloutPool(
@@ -55,7 +64,6 @@ def evaluate(path: str, overrides: list[str]) -> int:
             )
         finally:
             pool.close()
-    file = _output(config, Path(path))
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
     _print_table(result, groups, env, context, config)
@@ -103,13 +111,31 @@ def summarise(groups: list[Group], episodes: int, seed: int, checkpoint: str) ->
     )
 
 
-def _output(config: EvalConfig, path: Path) -> Path:
-    name = "eval.json"
+def output_file(path: Path, defaults: EvalConfig, config: EvalConfig) -> Path:
+    """Where the figures go: to ``eval.json`` only those of the settings that it is taken to have.
+
+    UserError where a file name has to be given.
+    """
+    parts = ["eval"]
     if config.visible_context is not None:
-        name = f"eval-visible-{config.visible_context}.json"
-    if config.output is None:
-        return path / name
-    return Path(config.output) if config.output.endswith(".json") else Path(config.output) / name
+        parts.append(f"visible-{config.visible_context}")
+    if config.greedy:
+        parts.append("greedy")
+    name = f"{'-'.join(parts)}.json"
+    if config.output is not None:
+        given = Path(config.output)
+        return given if given.suffix == ".json" else given / name
+    other = [text for text in changes(defaults, config) if text.split(":")[0] in JUDGED]
+    if other:
+        raise UserError(
+            f"{', '.join(other)}: another kind of evaluation than {path / name} is for; "
+            "name a file for it, output=FILE.json"
+        )
+    return path / name
+
+
+def _resolved(config: EvalConfig, trained: int) -> EvalConfig:
+    return replace(config, context=config.context or trained)
 
 
 def _print_table(

@@ -25,7 +25,7 @@ def evaluation_defaults(checkpoint: Path, overrides: list[str]) -> EvalConfig:
     env = _environment(made, checkpoint)
     if env is not None:
         if any(text.startswith("env.id=") and text != f"env.id={env.id}" for text in overrides):
-            env = None
+            env = EnvConfig(id=env.id)
         elif env.plugins and not any(text.startswith("env.plugins=") for text in overrides):
             named = ",".join(env.plugins)
             raise UserError(f"{file} names code of its own; to run it, add env.plugins=[{named}]")

@@ -141,7 +141,7 @@ def _find_resumable(config: TrainConfig, folder: Path, notes: list[str]) -> Foun
     found = complete[-1]
     if found.state.config != config_digest(config):
         before = load_config(TrainConfig, str(folder / "config.yaml"), [])
-        changed = _changes(before, config)
+        changed = changes(before, config)
         for text in changed:
             if text.split(".")[0].split(":")[0] in IDENTITY:
                 raise UserError(
@@ -151,13 +151,13 @@ def _find_resumable(config: TrainConfig, folder: Path, notes: list[str]) -> Foun
     return found
 
 
-def _changes(before: Any, after: Any, key: str = "") -> list[str]:
+def changes(before: Any, after: Any, key: str = "") -> list[str]:
     """Leaves that differ, as ``key: old -> new``."""
     if not hasattr(before, "__dataclass_fields__"):
         return [f"{key}: {before} -> {after}"] if before != after else []
     out: list[str] = []
     for name in before.__dataclass_fields__:
-        out += _changes(getattr(before, name), getattr(after, name), f"{key}.{name}".lstrip("."))
+        out += changes(getattr(before, name), getattr(after, name), f"{key}.{name}".lstrip("."))
     return out
 
 

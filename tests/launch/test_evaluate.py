@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from farhorizon.configs.errors import UserError
-from farhorizon.configs.load import dump_config
+from farhorizon.configs.load import dump_config, override_config
 from farhorizon.configs.schema import (
     EnvConfig,
     EvalConfig,
@@ -22,7 +22,7 @@ from farhorizon.configs.schema import (
     TrainConfig,
 )
 from farhorizon.envs.types import StopReason
-from farhorizon.launch.evaluate import evaluate, summarise
+from farhorizon.launch.evaluate import evaluate, output_file, summarise
 from farhorizon.launch.interrupt import RunFailed
 from farhorizon.launch.origin import evaluation_defaults
 from farhorizon.rollout.types import Group, Segment, Trajectory
@@ -129,7 +129,11 @@ def test_stages_are_evaluated_at_their_horizon(stages: Path) -> None:
     folders = (stages, stages / "stages" / "3-32", stages / "stages" / "10-64")
     assert [turns(folder) for folder in folders] == [3, 1, 3]
     other = evaluation_defaults(stages, ["env.id=even-v0"])
-    assert other == EvalConfig(seed=5)
+    assert other == EvalConfig(env=EnvConfig(id="echo-v0"), seed=5)
+    with pytest.raises(
+        UserError, match=r"^env\.id: echo-v0 -> archive-v0, env\.kwargs: .*: another "
+    ):
+        evaluate(str(stages), ["env.id=archive-v0", "env.kwargs.pages=1"])
 
 
 def test_a_warm_up_is_evaluated_on_its_demonstrations(checkpoint: Path, tmp_path: Path) -> None:
@@ -156,6 +160,51 @@ def test_a_checkpoint_of_a_run_has_its_settings(checkpoint: Path, tmp_path: Path
 
 def test_evaluation_of_a_stage(stages: Path, ray_local: None) -> None:
     for folder in (stages, stages / "stages" / "3-32"):
-        assert evaluate(str(folder), ["episodes=2", "rollout.max_turn_tokens=2"]) == 0
+        assert evaluate(str(folder), ["episodes=2"]) == 0
         result = json.loads((folder / "eval.json").read_text())
         assert (result["episodes"], result["errors"], result["seed"]) == (2, 0, 5)
+    sampled = (stages / "eval.json").read_text()
+    assert evaluate(str(stages), ["episodes=1", "greedy=true"]) == 0
+    assert json.loads((stages / "eval-greedy.json").read_text())["episodes"] == 1
+    assert (stages / "eval.json").read_text() == sampled
+    with pytest.raises(UserError, match=r"^rollout\.temperature: 1\.0 -> 0\.5: another kind of"):
+        evaluate(str(stages), ["episodes=1", "rollout.temperature=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["seed=9", "episodes=3", "rollout.actors=2", "env.plugins=[a.py]"], "eval.json"),
+        (["greedy=true"], "eval-greedy.json"),
+        (["visible_context=8"], "eval-visible-8.json"),
+        (["visible_context=8", "greedy=true"], "eval-visible-8-greedy.json"),
+        (["context=64", "rollout.temperature=1", "env.kwargs.turns=2"], "eval.json"),
+        (["rollout.temperature=0", "output=RUN/cold.json"], "cold.json"),
+        (["context=32", "greedy=true", "output=RUN"], "eval-greedy.json"),
+    ],
+)
+def test_each_kind_of_evaluation_has_its_file(
+    tmp_path: Path, overrides: list[str], name: str
+) -> None:
+    defaults = EvalConfig(env=EnvConfig(id="echo-v0", kwargs={"turns": 2}), context=64)
+    given = [text.replace("RUN", str(tmp_path)) for text in overrides]
+    assert output_file(tmp_path, defaults, override_config(defaults, given)) == tmp_path / name
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("context=32", "context: 64 -> 32"),
+        ("env.kwargs.turns=3", "env.kwargs: {'turns': 2} -> {'turns': 3}"),
+        ("env.id=even-v0", "env.id: echo-v0 -> even-v0"),
+        ("rollout.max_turns=1", "rollout.max_turns: 64 -> 1"),
+    ],
+)
+def test_another_kind_of_evaluation_needs_a_name(tmp_path: Path, override: str, told: str) -> None:
+    defaults = EvalConfig(env=EnvConfig(id="echo-v0", kwargs={"turns": 2}), context=64)
+    with pytest.raises(UserError) as caught:
+        output_file(tmp_path, defaults, override_config(defaults, [override]))
+    assert str(caught.value) == (
+        f"{told}: another kind of evaluation than {tmp_path}/eval.json is for; "
+        "name a file for it, output=FILE.json"
+    )
