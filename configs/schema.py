@@ -26,6 +26,7 @@ class RolloutConfig:
     temperature: float = 1.0
     max_turn_tokens: int = 16
     max_turns: int = 64
+    keep_states: bool = False  # with max_staleness: new weights go on with states of old ones
     env_retries: int = 1  # fresh tries of an episode whose environment failed
     env_timeout_s: float = 600.0  # a call into an environment that takes longer has failed
     max_error_fraction: float = 0.2  # more failed episodes than this in one step stop the run

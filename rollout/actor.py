@@ -58,7 +58,7 @@ class RolloutActor:
         policy = checkpoint.policy
         if self._config.gpus > 0:
             policy.to(torch.device("cuda"))  # type: ignore[arg-type] - Module.to
-        self._generator = NativeGenerator(policy, self._seed)
+        self._generator = NativeGenerator(policy, self._seed, keep_states=self._config.keep_states)
         self._receiver = WeightReceiver(policy)
         self._chat = ChatFormat(checkpoint.tokenizer)
         self._calls = EnvCalls(self._config.concurrency, self._config.env_timeout_s)

@@ -28,6 +28,7 @@ _ROW = np.dtype(
         ("budget", np.int64),
         ("temperature", np.float64),
         ("stop", np.int64),  # index into the table of stop sets
+        ("version", np.int64),  # of the weights that the state began with
     ]
 )
 
@@ -45,18 +46,25 @@ class NativeGenerator:
     """The project's own engine: one `DecodeState` row per session, in one packed forward a step.
 
     Siblings share one prefill: their row is forked when the prompt is done. Weights may change
-    between steps only (`exclusive`). After a change the states of running completions and of
-    waiting sessions live on, and the versions of their tokens say so; a prompt that is only
-    half done starts again, so that nothing computed by old weights enters a new sequence.
-    ``prefill_tokens`` bounds the tokens of one forward, longer prompts go in pieces.
+    between steps only (`exclusive`). After a change a running completion goes on, and the versions
+    of its tokens say so. What else is given to a sequence from then on is read by the new weights
+    alone: prompts that are half done start again, and a session makes its state anew when it is
+    extended, unless ``keep_states``. ``prefill_tokens`` bounds the tokens of one forward, longer
+    prompts go in pieces.
     """
 
-    def __init__(self, policy: Policy, seed: int = 0, prefill_tokens: int = 8192) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        seed: int = 0,
+        prefill_tokens: int = 8192,
+        keep_states: bool = False,
+    ) -> None:
         self.policy = policy.eval()
         self.seed = seed
         self.version = 0
         self.counters = GeneratorCounters()
-        self._prefill_tokens = prefill_tokens
+        self._prefill_tokens, self._keep_states = prefill_tokens, keep_states
         self._device = next(policy.parameters()).device
         self._entry, self._working = Lock(), Lock()
         self._stop_sets: dict[tuple[int, ...], int] = {}
@@ -68,13 +76,13 @@ class NativeGenerator:
         self._state: DecodeState | None = None
         self._rows = np.zeros(0, _ROW)
         self._row_of: dict[int, int] = {}
-        self._pieces: dict[int, np.ndarray] = {}  # the known tokens of rows with todo > 1
+        self._ids: dict[int, list[np.ndarray]] = {}  # all tokens of a session
+        self._pieces: dict[int, np.ndarray] = {}  # given tokens that the state has not seen
         self._openings: dict[int, _Opening] = {}
         self._unplaced: list[np.ndarray] = []
         self._closed: list[int] = []
         self._num_asked = 0
         self._postponed = 0  # steps that the waiting pieces have been put off
-        self._state_version = self.version
         self._tokens = np.zeros((0, 16), np.int32)
         self._logprobs = np.zeros((0, 16), np.float32)
         self._versions = np.zeros((0, 16), np.int32)
@@ -117,10 +125,12 @@ class NativeGenerator:
         row = np.zeros(1, _ROW)
         row["session"], row["key"] = sessions[0], keys[0]
         row["position"] = len(prompt) if position is None else position
+        row["version"] = self.version
         self._ask(row, 0, params, len(prompt), int(prompt[-1]))
         opening = _Opening(np.asarray(prompt, np.int64), keys, sessions)
         self._openings[sessions[0]] = opening
         self._pieces[sessions[0]] = opening.prompt
+        self._ids |= {session: [opening.prompt] for session in sessions}
         self._unplaced.append(row)
         self._num_asked += len(keys)
         self.counters.prompt_tokens += len(prompt) * len(keys)
@@ -135,19 +145,21 @@ class NativeGenerator:
         rows["position"][row] += len(token_ids)
         self._ask(rows, row, params, len(piece), int(piece[-1]))
         self._pieces[session] = piece
+        self._ids[session].append(piece[1:])
         self._num_asked += 1
         self.counters.prompt_tokens += len(token_ids)
 
     def close(self, session: int) -> None:
         assert self._rows[self._row_of[session]]["todo"] == 0, "close: the session is sampling"
         self._closed.append(self._row_of.pop(session))
+        del self._ids[session]
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
         with self.exclusive():
-            if self._state_version != self.version:
-                self._restart_openings()
             self._place()
+            if self._pieces:
+                self._renew()
             if self._num_asked == 0:
                 return []
             active, take = self._plan()
@@ -178,16 +190,6 @@ class NativeGenerator:
             self._stop_table = np.concatenate((self._stop_table, line))
         rows["stop"][row] = index
 
-    def _restart_openings(self) -> None:
-        """Forget what old weights made of prompts that are not complete yet."""
-        self._state_version = self.version
-        for session, opening in self._openings.items():
-            index = self._row_of.get(session)
-            if index is not None and self._state is not None:
-                self._state.put(self._index(np.array([index])), self._empty(1))
-                self._rows["todo"][index] = len(opening.prompt)
-                self._pieces[session] = opening.prompt
-
     def _place(self) -> None:
         """Drop closed rows and give new sessions theirs."""
         if self._closed:
@@ -202,6 +204,21 @@ class NativeGenerator:
             self._state = empty if self._state is None else DecodeState.cat([self._state, empty])
             self._take_rows(np.arange(len(self._rows)), fresh)
             self._unplaced = []
+
+    def _renew(self) -> None:
+        """Forget what old weights made of sequences that have given tokens to be read."""
+        rows = self._rows
+        for session in self._pieces:
+            row = self._row_of[session]
+            kept = self._keep_states and session not in self._openings
+            if kept or rows["version"][row] == self.version:
+                continue
+            ids = np.concatenate(self._ids[session])
+            self.counters.renewed_tokens += len(ids) - int(rows["todo"][row])
+            assert self._state is not None
+            self._state.put(self._index(np.array([row])), self._empty(1))
+            rows["todo"][row], rows["version"][row] = len(ids), self.version
+            self._pieces[session] = ids
 
     def _take_rows(self, index: np.ndarray, fresh: np.ndarray | None = None) -> None:
         """Reorder, repeat or drop rows, then append ``fresh`` ones."""
@@ -319,6 +336,7 @@ class NativeGenerator:
         if not whole:
             rows[active] = mine
         self.counters.sampled_tokens += len(active)
+        self.counters.stale_tokens += int(np.count_nonzero(mine["version"] != self.version))
         return self._completions(active, np.flatnonzero(ended), stopped)
 
     def _completions(
@@ -329,18 +347,15 @@ class NativeGenerator:
         for i in ended.tolist():
             row = int(active[i])
             count = int(self._rows["count"][row])
-            finish = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
-            out.append(
-                (
-                    int(self._rows["session"][row]),
-                    Completion(
-                        self._tokens[row, :count].copy(),
-                        self._logprobs[row, :count].copy(),
-                        self._versions[row, :count].copy(),
-                        finish,
-                    ),
-                )
+            completion = Completion(
+                self._tokens[row, :count].copy(),
+                self._logprobs[row, :count].copy(),
+                self._versions[row, :count].copy(),
+                FinishReason.STOP if stopped[i] else FinishReason.LENGTH,
             )
+            session = int(self._rows["session"][row])
+            self._ids[session].append(completion.token_ids)
+            out.append((session, completion))
         return out
 
     def _empty(self, num_sequences: int) -> DecodeState:

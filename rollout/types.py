@@ -135,6 +135,8 @@ class RolloutStats:
     prompt_tokens: int = 0  # given tokens, counted for every sequence that has them
     prefill_tokens: int = 0  # tokens that went through the policy in pieces of more than one
     reused_tokens: int = 0  # prompt tokens whose state was copied from a sibling
+    renewed_tokens: int = 0  # tokens that were read again by new weights, prefill tokens too
+    stale_tokens: int = 0  # sampled from a state that older weights had a part in
     steps: int = 0  # forward passes
     policy_seconds: float = 0.0
     env_seconds: float = 0.0  # over all threads
@@ -156,8 +158,10 @@ class GeneratorCounters:
     """Work done so far, in tokens and forward passes."""
 
     prompt_tokens: int = 0  # given tokens, counted for every sequence that has them
-    prefill_tokens: int = 0  # given tokens that went through the policy
+    prefill_tokens: int = 0  # tokens that went through the policy in pieces of given ones
     reused_tokens: int = 0  # prompt tokens whose state was copied from a sibling
+    renewed_tokens: int = 0  # tokens that were read again by new weights, prefill tokens too
+    stale_tokens: int = 0  # sampled from a state that older weights had a part in
     sampled_tokens: int = 0
     steps: int = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -192,9 +193,9 @@ def test_nothing_of_old_weights_reaches_a_new_sequence(policy: Policy) -> None:
     generator = NativeGenerator(shifted(policy, 1.0))
     old = greedy(generator, prompt)
     swap(generator, shifted(policy))
-    before = generator.counters.reused_tokens
+    before = generator.counters.prefill_tokens
     got, fresh = greedy(generator, prompt), greedy(NativeGenerator(shifted(policy)), prompt)
-    assert generator.counters.reused_tokens - before == 0
+    assert generator.counters.prefill_tokens - before == 64
     assert got.token_ids.tolist() == fresh.token_ids.tolist()
     np.testing.assert_allclose(got.logprobs, fresh.logprobs, atol=1e-6)
     assert got.versions.tolist() == [1] * 12 and old.versions.tolist() == [0] * 12
@@ -223,6 +224,53 @@ def test_a_running_completion_says_which_weights_made_each_token(policy: Policy)
     swap(generator, shifted(policy))
     done = [c for _ in range(4) for c in generator.step()]
     assert done[0][1].versions.tolist() == [0, 0, 1, 1, 1, 1]
+    assert generator.counters.stale_tokens == 4
+
+
+@pytest.mark.parametrize("keep_states", [False, True])
+@pytest.mark.parametrize("moment", ["waiting", "extended", "half read"])
+def test_a_session_is_read_again_by_new_weights_unless_its_state_is_kept(
+    policy: Policy, moment: str, keep_states: bool
+) -> None:
+    """Whether weights change before or after the reply is given, or while it is being read."""
+    generator = NativeGenerator(shifted(policy, 1.0), prefill_tokens=30, keep_states=keep_states)
+    prompt, reply = draw(64, 50)
+    sessions = generator.open(prompt, [5, 6], PARAMS)
+    first = {s: c for _ in range(20) if generator.busy for s, c in generator.step()}
+    known = {s: [*prompt.tolist(), *first[s].token_ids.tolist()] for s in sessions}
+    before = replace(generator.counters)
+    if moment == "waiting":
+        swap(generator, shifted(policy))
+    generator.extend(sessions[1], reply, PARAMS)
+    fed = 0
+    if moment == "half read":
+        assert generator.step() == []
+        fed = 30
+    if moment != "waiting":
+        swap(generator, shifted(policy))
+    ((session, got),) = [c for _ in range(20) if generator.busy for c in generator.step()]
+    assert session == sessions[1] and got.versions.tolist() == [1] * len(got.token_ids)
+    renewed = generator.counters.renewed_tokens - before.renewed_tokens
+    stale = generator.counters.stale_tokens - before.stale_tokens
+    ids = [*known[session], *reply.tolist()]
+    tokens, logprobs = alone(shifted(policy), ids, 6, PARAMS)
+    if keep_states:
+        assert (renewed, stale) == (0, len(got.token_ids))
+        count = min(len(tokens), len(got.logprobs))
+        assert np.abs(got.logprobs[:count] - logprobs[:count]).max() > 1e-3
+        return
+    assert (renewed, stale) == (len(known[session]) - 1 + fed, 0)
+    assert got.token_ids.tolist() == tokens
+    np.testing.assert_allclose(got.logprobs, logprobs, atol=2e-5)
+    # the one that still waits is read again when its turn comes, the other goes on
+    own = {s: known[s] for s in sessions} | {session: [*ids, *tokens]}
+    for number, s in enumerate(sessions):
+        generator.extend(s, reply, PARAMS)
+        own[s] = [*own[s], *reply.tolist()]
+        ((_, completion),) = [c for _ in range(20) if generator.busy for c in generator.step()]
+        expected = alone(shifted(policy), own[s], 5 + number, PARAMS)[0]
+        assert completion.token_ids.tolist() == expected
+    assert generator.counters.renewed_tokens == renewed + len(known[sessions[0]]) - 1
 
 
 def test_a_waiting_thread_gets_in_between_steps(policy: Policy) -> None:
