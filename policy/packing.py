@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
+
+KEPT_TOKENS = 1 << 14  # packings up to this size, such as those of decode steps, are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,9 @@ class Packing:
     offset: torch.Tensor
     longest: int
     uniform: bool
+    _groups: list[tuple[torch.Tensor, Packing]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     @property
     def num_sequences(self) -> int:
@@ -42,12 +47,14 @@ class Packing:
         """Index of each sequence's last token, [N]."""
         return torch.tensor(self.bounds[1:], device=self.row.device) - 1
 
-    def by_length(self) -> tuple[tuple[torch.Tensor, Packing], ...]:
+    def by_length(self) -> list[tuple[torch.Tensor, Packing]]:
         """Groups of sequences of similar length, as token indices and packings of their own.
 
         Padding inside a group is less than half of it, however lengths are mixed.
         """
-        return _by_length(self.bounds, self.row.device)
+        if not self._groups:
+            self._groups.extend(_by_length(self.bounds, self.row.device))
+        return self._groups
 
     def _padded(self) -> torch.Tensor:
         return self.row * self.longest + self.offset
@@ -55,11 +62,13 @@ class Packing:
     @staticmethod
     def of(bounds: tuple[int, ...], device: torch.device) -> Packing:
         """The packing of sequences that start and end at ``bounds``; none may be empty."""
-        return _packing(bounds, device)
+        # A packing lives as long as the forward that it is passed through: those of training
+        # batches never come again, and would only hold memory of the device.
+        small = not bounds or bounds[-1] <= KEPT_TOKENS
+        return _kept(bounds, device) if small else _packing(bounds, device)
 
 
-# What is cached may first be needed in inference mode, and later in training.
-@lru_cache(maxsize=32)
+# What is kept may first be needed in inference mode, and later in training.
 @torch.inference_mode(False)
 def _packing(bounds: tuple[int, ...], device: torch.device) -> Packing:
     edges = torch.tensor(bounds)
@@ -77,11 +86,11 @@ def _packing(bounds: tuple[int, ...], device: torch.device) -> Packing:
     )
 
 
-@lru_cache(maxsize=32)
+_kept = lru_cache(maxsize=32)(_packing)
+
+
 @torch.inference_mode(False)
-def _by_length(
-    bounds: tuple[int, ...], device: torch.device
-) -> tuple[tuple[torch.Tensor, Packing], ...]:
+def _by_length(bounds: tuple[int, ...], device: torch.device) -> list[tuple[torch.Tensor, Packing]]:
     edges = torch.tensor(bounds)
     order = torch.argsort(edges.diff(), descending=True, stable=True).tolist()
     groups: list[list[int]] = []
@@ -90,9 +99,9 @@ def _by_length(
         if not groups or 2 * length <= bounds[groups[-1][0] + 1] - bounds[groups[-1][0]]:
             groups.append([])
         groups[-1].append(n)
-    made = []
+    made: list[tuple[torch.Tensor, Packing]] = []
     for group in groups:
         tokens = torch.cat([torch.arange(bounds[n], bounds[n + 1]) for n in group])
         lengths = torch.tensor([0, *(bounds[n + 1] - bounds[n] for n in group)])
-        made.append((tokens.to(device), Packing.of(tuple(lengths.cumsum(0).tolist()), device)))
-    return tuple(made)
+        made.append((tokens.to(device), _packing(tuple(lengths.cumsum(0).tolist()), device)))
+    return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from functools import partial
 
 import pytest
@@ -375,3 +376,15 @@ def test_training_may_follow_inference_on_the_same_lengths(policy):
         policy(ids, edges)
     policy(ids, edges).logits.sum().backward()
     policy.zero_grad()
+
+
+def test_index_tables_of_large_batches_end_with_their_forward():
+    device = torch.device("cpu")
+    short, long = (0, 40, 1000), (0, 40, 20_000)
+    assert Packing.of(short, device) is Packing.of(short, device)
+    packing = Packing.of(long, device)
+    (tokens, group), (_, _) = packing.by_length()
+    assert packing.by_length()[0][0] is tokens
+    tables = [weakref.ref(t) for t in (packing.row, packing.offset, tokens, group.row)]
+    del packing, tokens, group, _
+    assert [table() for table in tables] == [None] * 4
