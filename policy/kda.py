@@ -71,12 +71,16 @@ class KimiDeltaAttention(nn.Module):
         self.o_proj = project(inner, hidden)
 
     def init_gate(self) -> None:
-        """A = 0 and a start decay of softplus^-1(dt), dt log-uniform in [1e-3, 0.1]."""
+        """Bias softplus^-1(dt), dt log-uniform in [1e-3, 0.1]; A = 0, or log U(1, 16) where the
+        gate has no bound (Kimi Linear)."""
         with torch.no_grad():
             span = math.log(0.1) - math.log(1e-3)
             dt = torch.exp(torch.rand_like(self.dt_bias) * span + math.log(1e-3)).clamp(min=1e-4)
             self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
-            self.A_log.zero_()
+            if self.lower_bound is None:
+                self.A_log.uniform_(1, 16).log_()
+            else:
+                self.A_log.zero_()
 
     def forward(self, x: torch.Tensor, packing: Packing, state: KdaState | None) -> torch.Tensor:
         """``x [T, D]`` normed input -> ``[T, D]``; continues and updates ``state`` in place."""

@@ -37,3 +37,25 @@ def test_autocast_rounds_the_projections_and_not_the_recurrence(pieces: tuple[in
         results.append([torch.cat(out), state.recurrent])
     assert torch.equal(results[0][1], results[1][1])
     assert torch.equal(results[0][0], results[1][0])
+
+
+def test_the_gate_starts_as_published() -> None:
+    """exp(A) is 1 with a bound, spread over [1, 16] without; the bias is softplus^-1 of 0.001 to
+    0.1 in both."""
+    torch.manual_seed(0)
+    for bound in (-5.0, None):
+        linear = (PolicyConfig.tiny().linear_attn_config or {}) | {"gate_lower_bound": bound}
+        config = PolicyConfig.tiny(linear_attn_config=linear)
+        rates, steps = [], []
+        for _ in range(100):
+            layer = KimiDeltaAttention(config)
+            layer.init_gate()
+            rates.append(layer.A_log.detach().exp())
+            steps.append(torch.nn.functional.softplus(layer.dt_bias.detach()))
+        rate, step = torch.cat(rates), torch.cat(steps)
+        assert 0.001 <= float(step.min()) < 0.0015 and 0.07 < float(step.max()) <= 0.1001
+        if bound is not None:
+            assert torch.equal(rate, torch.ones_like(rate))
+            continue
+        assert 1 <= float(rate.min()) < 2 and 15 < float(rate.max()) <= 16.0001
+        assert float(rate.mean()) == pytest.approx(8.5, abs=1)
