@@ -24,8 +24,17 @@ from ..configs.errors import UserError
 from ..configs.load import dump_config, load_config
 from ..configs.schema import AlgorithmConfig, EnvConfig, Stage, StageConfig, SyncConfig
 from ..configs.text import STDLIB
+from ..envs.base import MessageEnv
 from ..envs.registry import resolve_plugins, tasks
-from ..policy.corpus import PackedCorpus, Split, TextCorpus, cut, demonstration
+from ..policy.corpus import (
+    EpisodeTooLong,
+    Packed,
+    PackedCorpus,
+    Split,
+    TextCorpus,
+    cut,
+    demonstration,
+)
 from ..policy.records import StageRecord, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..rl.actor import LearnerGroup
@@ -36,6 +45,7 @@ from .stage_record import StageRecorder, StageStep, Transition
 
 FIXED_TOKENS = 8192  # of the fixed text, at most; but one sequence of the longest context at least
 SETTLING_STEPS = 4
+CHECKED_EPISODES = 8  # played at most before a stage run starts, to find one that fits
 FINAL_LR = 0.1  # of the last stage's rate, reached at its end
 UNTRAINED = "0-untrained"  # the folder of a new policy, until the run is done
 # A run that goes on keeps these: its data and what was trained so far follow from them.
@@ -156,17 +166,18 @@ def _train_stage(run: _Run, index: int) -> None:
     at_new_context = run.measure(stage.context) if switches else before
     recorder.fixed_text(run.tokens, at_new_context)
     after: list[float] = []
+    too_long = 0
     with _batches(run, index) as batches:
         for step, batch in enumerate(batches, start=1):
             lr = learning_rate(stages, index, step - 1)
             run.learner.set_lr(lr)
             begin = time.perf_counter()
-            update = run.learner.update_nll(batch)
+            update = run.learner.update_nll(batch.pieces)
             seconds = time.perf_counter() - begin
             metrics = update.metrics
             if update.bad_tensor is not None:
                 print(f"stage step {step}: {skipped_line(update)}", flush=True)
-            size = sum(len(piece) for piece in batch)
+            size = sum(len(piece) for piece in batch.pieces)
             run.tokens += size
             recorder.step(
                 StageStep(
@@ -181,10 +192,18 @@ def _train_stage(run: _Run, index: int) -> None:
                     metrics["expert_load_max"],
                     metrics["skipped_steps"],
                     size / seconds,
+                    batch.too_long,
                 )
             )
+            too_long += batch.too_long
             if switches and step in (1, min(SETTLING_STEPS, stage.steps)):
                 after.append(run.measure(old_context))
+    if too_long:
+        print(
+            f"stage {index + 1}: {too_long} episodes were longer than the context of "
+            f"{stage.context} tokens, others were drawn instead",
+            flush=True,
+        )
     recorder.fixed_text(run.tokens, run.measure(stage.context))
     if switches:
         recorder.transition(
@@ -196,7 +215,7 @@ def _train_stage(run: _Run, index: int) -> None:
 
 
 @contextmanager
-def _batches(run: _Run, index: int) -> Iterator[Iterator[list[np.ndarray]]]:
+def _batches(run: _Run, index: int) -> Iterator[Iterator[Packed]]:
     """The batches of a stage; the next one is made while the learner works on the last.
 
     What a batch holds depends on the seed and the number of tokens seen before it.
@@ -206,10 +225,10 @@ def _batches(run: _Run, index: int) -> Iterator[Iterator[list[np.ndarray]]]:
     seen = [run.tokens + step * sequences * stage.context for step in range(stage.steps)]
     with _corpus(run.config, index, run.chat, "train") as corpus, ThreadPoolExecutor(1) as pool:
 
-        def make(step: int) -> Future[list[np.ndarray]]:
+        def make(step: int) -> Future[Packed]:
             return pool.submit(corpus.batch, seen[step], stage.context, sequences)
 
-        def ahead() -> Iterator[list[np.ndarray]]:
+        def ahead() -> Iterator[Packed]:
             made = make(0)
             for step in range(stage.steps):
                 batch = made.result()
@@ -261,7 +280,7 @@ def _fixed_text(config: StageConfig, chat: ChatFormat) -> list[np.ndarray]:
     """
     longest = max(stage.context for stage in config.stages)
     with _corpus(config, 0, chat, "heldout") as corpus:
-        return corpus.batch(0, longest, max(1, FIXED_TOKENS // longest))
+        return corpus.batch(0, longest, max(1, FIXED_TOKENS // longest)).pieces
 
 
 def _publish(folder: Path, output: Path) -> None:
@@ -314,18 +333,29 @@ def _absolute(config: StageConfig) -> StageConfig:
 
 
 def _check_episodes(config: StageConfig, first: int, chat: ChatFormat) -> None:
-    """One episode of each stage from ``first`` must fit its context: found now, not days later."""
+    """Each stage from ``first`` must have episodes that fit: found now, not days later."""
     if config.env is None or config.episode_fraction == 0:
         return
-    seed = tasks(config.env.id, "train", 0, 1, config.seed)[0].seed
+    tried = tasks(config.env.id, "train", 0, CHECKED_EPISODES, config.seed)
     for number, stage in list(enumerate(config.stages))[first:]:
         env = expert_env(stage_env(config.env, stage))
         try:
-            demonstration(env, seed, chat, stage.context)
+            _play_one(env, [task.seed for task in tried], chat, stage.context)
         except UserError as error:
             raise UserError(f"stages[{number}]: {error}") from None
         finally:
             env.close()
+
+
+def _play_one(env: MessageEnv, seeds: Sequence[int], chat: ChatFormat, context: int) -> None:
+    """Play demonstrations until one fits; `EpisodeTooLong` if none of them does."""
+    for seed in seeds:
+        try:
+            demonstration(env, seed, chat, context)
+            return
+        except EpisodeTooLong:
+            if seed == seeds[-1]:
+                raise
 
 
 def _check(config: StageConfig, output: Path) -> None:

@@ -18,7 +18,8 @@ LINE_SECONDS = 5.0
 @dataclass(frozen=True, slots=True)
 class StageStep:
     """One optimizer step: 1-based ``stage`` and ``step`` of ``steps``, ``tokens`` seen so far,
-    ``loss`` in nats per token, largest max / mean ``expert_load`` of any layer."""
+    ``loss`` in nats per token, largest max / mean ``expert_load`` of any layer; so many episodes
+    drawn for it were ``episodes_too_long``."""
 
     stage: int
     context: int
@@ -31,6 +32,7 @@ class StageStep:
     expert_load: float
     skipped: float
     tokens_per_second: float
+    episodes_too_long: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ Split = Literal["train", "heldout"]
 
 _SKIPPED_STDLIB = frozenset({"test", "tests", "idlelib", "lib2to3", "ensurepip"})
 _HELD_OUT_SHARE = 20  # one file in this many
+EPISODE_DRAWS = 64  # in search of an episode that fits the context
 _BLOCK_BYTES = 1 << 16  # read and tokenised at once, at most
 
 
@@ -55,6 +56,10 @@ class Demonstration(NamedTuple):
 
     token_ids: np.ndarray
     assistant_mask: np.ndarray
+
+
+class EpisodeTooLong(UserError):
+    """A demonstration longer than the context: where others are at hand, one of them is taken."""
 
 
 def save_demonstrations(file: Path, demonstrations: Sequence[Demonstration]) -> None:
@@ -101,7 +106,7 @@ def demonstration(
 ) -> Demonstration:
     """The expert's episode for ``seed``, token for token what a rollout of it would be.
 
-    Raises `UserError` when it grows beyond ``max_tokens``.
+    Raises `EpisodeTooLong` when it grows beyond ``max_tokens``.
     """
     token_ids: list[int] = []
     mask: list[bool] = []
@@ -112,7 +117,7 @@ def demonstration(
         token_ids += rendered
         mask += [False] * given + [True] * (len(rendered) - given)
         if max_tokens is not None and len(token_ids) > max_tokens:
-            raise UserError(
+            raise EpisodeTooLong(
                 f"env: the demonstration of seed {seed} is longer than the context of "
                 f"{max_tokens} tokens; shorten the episode through env.kwargs"
             )
@@ -175,13 +180,20 @@ class TextCorpus:
         return self._backend.encode(text, add_special_tokens=False).ids
 
 
+class Packed(NamedTuple):
+    """``pieces`` of whole packed sequences, int32 [n] each; so many episodes were ``too_long``."""
+
+    pieces: list[np.ndarray]
+    too_long: int
+
+
 @dataclass(frozen=True, slots=True)
 class PackedCorpus:
     """Packed sequences of exactly ``context`` tokens out of text and episodes.
 
-    ``episode(i)`` is the i-th demonstration as int32 [T]; ``episode_fraction`` the share of tokens
-    that come from them. Example: with a context of 8 and episodes of 5 tokens a packed sequence
-    is one episode and 3 tokens of text, or 8 tokens of text.
+    ``episode(i)`` is the i-th demonstration as int32 [T], or `EpisodeTooLong`;
+    ``episode_fraction`` the share of tokens that come from them. Example: with a context of 8 and
+    episodes of 5 tokens a packed sequence is one episode and 3 tokens of text, or 8 tokens of text.
     """
 
     text: TextCorpus
@@ -189,11 +201,11 @@ class PackedCorpus:
     episode_fraction: float
     seed: int
 
-    def batch(self, step: int, context: int, sequences: int) -> list[np.ndarray]:
+    def batch(self, step: int, context: int, sequences: int) -> Packed:
         """The pieces of ``sequences`` packed sequences, ``sequences * context`` tokens in all.
 
         A function of ``(seed, step, context)`` alone. Pieces are documents or parts of them; none
-        is longer than ``context``.
+        is longer than ``context``. For an episode that is, another one is drawn.
         """
         rng = np.random.default_rng([self.seed, step, context])
         # Which side of the wanted share a batch lands on is drawn, so that the share holds on
@@ -201,7 +213,7 @@ class PackedCorpus:
         rounding = float(rng.random())
         pieces: list[np.ndarray] = []
         total = from_episodes = 0
-        waiting = self._next_episode(rng, context)
+        waiting, too_long = self._next_episode(rng, context)
         for _ in range(sequences):
             left = context
             while left > 0:
@@ -209,25 +221,32 @@ class PackedCorpus:
                 if 0 < size <= left and (
                     from_episodes + rounding * size <= self.episode_fraction * (total + size)
                 ):
-                    piece, waiting = waiting, self._next_episode(rng, context)
+                    piece = waiting
+                    waiting, others = self._next_episode(rng, context)
+                    too_long += others
                     from_episodes += size
                 else:
                     piece = self.text.piece(rng, left)
                 pieces.append(piece)
                 total += len(piece)
                 left -= len(piece)
-        return pieces
+        return Packed(pieces, too_long)
 
-    def _next_episode(self, rng: np.random.Generator, context: int) -> np.ndarray:
+    def _next_episode(self, rng: np.random.Generator, context: int) -> tuple[np.ndarray, int]:
+        """The next episode that fits, and how many before it did not."""
         if self.episode is None or self.episode_fraction == 0:
-            return np.zeros(0, np.int32)
-        episode = self.episode(int(rng.integers(2**31)))
-        if len(episode) > context:
-            raise UserError(
-                f"env: an episode has {len(episode)} tokens, more than the context of "
-                f"{context} of this stage; shorten it through env.kwargs"
-            )
-        return episode
+            return np.zeros(0, np.int32), 0
+        for too_long in range(EPISODE_DRAWS):
+            try:
+                episode = self.episode(int(rng.integers(2**31)))
+            except EpisodeTooLong:
+                continue
+            if len(episode) <= context:
+                return episode, too_long
+        raise UserError(
+            f"env: {EPISODE_DRAWS} episodes in a row are longer than the context of {context} "
+            "tokens of this stage; shorten them through env.kwargs"
+        )
 
 
 def cut(pieces: Sequence[np.ndarray], context: int) -> list[np.ndarray]:

@@ -6,13 +6,19 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import PRESETS, dump_config, load_config
 from farhorizon.configs.schema import EnvConfig, LearnerConfig, Stage, StageConfig
+from farhorizon.envs import register
+from farhorizon.envs.base import Observation
+from farhorizon.envs.echo import Echo
+from farhorizon.envs.registry import tasks
 from farhorizon.launch import stage as stage_command
 from farhorizon.launch.fresh import starting_checkpoint
 from farhorizon.launch.interrupt import RunFailed
@@ -20,7 +26,8 @@ from farhorizon.launch.stage import learning_rate, run_stages
 from farhorizon.launch.stage_record import StageRecorder, StageStep, Transition
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.checkpoint import load_checkpoint
-from farhorizon.policy.tokenizer import load_tokenizer
+from farhorizon.policy.tokenizer import ChatFormat, load_tokenizer
+from farhorizon.rl.types import UpdateResult
 
 STAGES = (
     Stage(context=32, steps=6, batch_tokens=256, lr=1e-3),
@@ -152,6 +159,62 @@ def test_paths_hold_in_every_folder(
     assert stored.env is not None and stored.env.plugins == (str(tmp_path / "my_words.py"),)
     monkeypatch.chdir("/")
     assert stored == stage_command._absolute(stored)
+
+
+class Uneven(Echo):
+    """Episodes of 1 or 9 turns: some 20 tokens or far more than 32."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        self.turns = 9 if seed is not None and seed // 2 % 3 == 0 else 1
+        return super().reset(seed=seed, options=options)
+
+
+register("uneven-v0", Uneven)
+
+
+class Learner:
+    """Sees batches go by."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[np.ndarray]] = []
+
+    def set_lr(self, lr: float) -> None:
+        pass
+
+    def evaluate_nll(self, sequences: list[np.ndarray]) -> float:
+        return 1.0
+
+    def update_nll(self, sequences: list[np.ndarray]) -> UpdateResult:
+        self.batches.append(sequences)
+        names = ("loss", "lr", "grad_norm", "expert_load_max", "skipped_steps")
+        return UpdateResult(dict.fromkeys(names, 1.0), 1, False)
+
+
+def test_overlong_episodes_are_left_out_and_counted(
+    config: StageConfig, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stage of days must not end by one of them, nor by the first one that is looked at."""
+    firsts = [tasks("uneven-v0", "train", 0, 1, seed)[0].seed for seed in range(8)]
+    assert any(seed // 2 % 3 == 0 for seed in firsts)
+    config = replace(
+        config,
+        env=EnvConfig(id="uneven-v0"),
+        stages=(Stage(context=32, steps=6, batch_tokens=256, lr=1e-3),),
+        episode_fraction=1.0,
+    )
+    chat = ChatFormat(load_tokenizer(checkpoint))
+    for seed in range(8):
+        stage_command._check_episodes(replace(config, seed=seed), 0, chat)
+    learner, recorder = Learner(), StageRecorder(Path(config.output), 1, 0)
+    stage_command._train_stage(stage_command._Run(config, learner, chat, [], recorder, 0), 0)  # type: ignore[arg-type]
+    rows = [json.loads(line) for line in (recorder.output / "metrics.jsonl").open()]
+    total = sum(row["episodes_too_long"] for row in rows)
+    assert len(rows) == 6 and total > 0
+    assert all(len(piece) <= 32 for batch in learner.batches for piece in batch)
+    line = f"stage 1: {total} episodes were longer than the context of 32 tokens, others were drawn"
+    assert line in capsys.readouterr().out
 
 
 def check_going_on(config: StageConfig, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

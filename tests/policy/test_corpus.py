@@ -11,6 +11,7 @@ import pytest
 from farhorizon.configs.errors import UserError
 from farhorizon.envs.types import Message
 from farhorizon.policy.corpus import (
+    EpisodeTooLong,
     PackedCorpus,
     TextCorpus,
     cut,
@@ -104,7 +105,7 @@ def test_sequences_have_exactly_the_context_and_whole_episodes(
     )
     shares = []
     for step in range(20):
-        pieces = corpus.batch(step, context, sequences=4)
+        pieces = corpus.batch(step, context, sequences=4).pieces
         assert sum(map(len, pieces)) == 4 * context
         assert max(map(len, pieces)) <= context
         filled = 0
@@ -122,7 +123,8 @@ def test_a_batch_depends_on_seed_and_step_only(tmp_path: Path) -> None:
 
     def ids(seed: int, step: int) -> list[int]:
         text = TextCorpus(path, TOKENIZER, "train")
-        return np.concatenate(PackedCorpus(text, None, 0.0, seed).batch(step, 32, 2)).tolist()
+        pieces = PackedCorpus(text, None, 0.0, seed).batch(step, 32, 2).pieces
+        return np.concatenate(pieces).tolist()
 
     assert ids(0, 5) == ids(0, 5)
     assert ids(0, 5) != ids(0, 6) and ids(0, 5) != ids(1, 5)
@@ -159,15 +161,34 @@ def test_a_folder_without_text_is_named(tmp_path: Path, name: str) -> None:
         text_files(str(tmp_path / name))
 
 
-def test_an_episode_beyond_the_stage_context_is_refused(tmp_path: Path) -> None:
-    corpus = PackedCorpus(
-        TextCorpus(folder(tmp_path, {"a.txt": "one\n" * 9}), TOKENIZER, "train"),
-        lambda i: np.zeros(33, np.int32),
-        0.5,
-        seed=0,
-    )
-    with pytest.raises(UserError, match="33 tokens, more than the context of 32"):
-        corpus.batch(0, 32, 1)
+def test_another_episode_is_drawn_for_one_beyond_the_context(tmp_path: Path) -> None:
+    """Odd episodes are too long. The even ones come in the order in which all are drawn."""
+    text = TextCorpus(folder(tmp_path, {"a.txt": "one\n" * 99}), TOKENIZER, "train")
+    drawn: list[int] = []
+
+    def uneven(number: int) -> np.ndarray:
+        drawn.append(number)
+        if number % 2:
+            raise EpisodeTooLong("too long")
+        return np.full(16, 1000 + len(drawn), np.int32)
+
+    packed = PackedCorpus(text, uneven, 1.0, seed=0).batch(0, 32, sequences=8)
+    even = [1000 + i for i, number in enumerate(drawn, start=1) if number % 2 == 0]
+    assert [int(piece[0]) for piece in packed.pieces] == even[:16]  # one more is waiting
+    assert packed.too_long == sum(number % 2 for number in drawn) > 0
+    assert PackedCorpus(text, None, 0.0, seed=0).batch(0, 32, 1).too_long == 0
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_a_context_that_no_episode_fits_is_told(tmp_path: Path, raised: bool) -> None:
+    def long(number: int) -> np.ndarray:
+        if raised:
+            raise EpisodeTooLong("too long")
+        return np.zeros(33, np.int32)
+
+    text = TextCorpus(folder(tmp_path, {"a.txt": "one\n" * 9}), TOKENIZER, "train")
+    with pytest.raises(UserError, match="64 episodes in a row are longer than the context of 32"):
+        PackedCorpus(text, long, 0.5, seed=0).batch(0, 32, 1)
 
 
 def test_cut_keeps_the_tokens() -> None:
