@@ -122,7 +122,7 @@ def _loop(job: Job) -> Evaluation | None:
             buffer.add(groups)
             fresh = buffer.take(config.groups_per_step, job.pool.version.number)
             with display.phase("learn"):
-                job.learner.set_lr(learning_rate(config, run.step))
+                job.learner.set_lr(learning_rate(config, job.learner.version))
                 update = job.learner.update(fresh)
             # The learner has left the step before: what is saved from here on is this step.
             tokens = sum(len(t.token_ids) for group in groups for t in group.trajectories)
@@ -141,10 +141,13 @@ def _loop(job: Job) -> Evaluation | None:
     return _evaluate(job) if config.eval_episodes else None
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Rate of 0-based ``step`` after warm-up: constant, in the end linear down to a tenth."""
+def learning_rate(config: TrainConfig, version: int) -> float:
+    """Rate after warm-up of the step on weights of ``version``: constant, then linear to a tenth.
+
+    Like warm-up it follows the updates that changed weights: a step that did not moves nothing.
+    """
     decaying = config.learner.decay * config.steps
-    left = (config.steps - step) / decaying if decaying else 1.0
+    left = (config.steps - version) / decaying if decaying else 1.0
     return config.learner.lr * min(1.0, max(0.1, left))
 
 

@@ -29,7 +29,7 @@ class Pool:
     def __init__(self, failing: int | None = None) -> None:
         self.version = PolicyVersion(0, "")
         self.submitted: list[str] = []
-        self.failing, self.collected = failing, 0
+        self.failing, self.collected, self.synced = failing, 0, 0
 
     def submit(self, tasks: Sequence[Task], group_size: int) -> list[str]:
         self.submitted.append(tasks[0].id)
@@ -42,15 +42,17 @@ class Pool:
         return [], RolloutStats()
 
     def sync(self, publication: None) -> None:
-        pass
+        self.synced += 1
 
 
 class Learner:
-    """Applies one optimizer step of two; ``actors`` is empty once it has failed, in the update
-    of number ``stops_at``."""
+    """Applies one optimizer step of two, but none in the updates ``skips``; ``actors`` is empty
+    once it has failed, in the update of number ``stops_at``."""
 
     actors: tuple[None, ...] = (None,)
     stops_at: int | None = None
+    skips: Sequence[int] = ()
+    version = 0
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -62,7 +64,9 @@ class Learner:
         if len(self.rates) == self.stops_at:
             self.actors = ()
             raise UserError("learner: 3 optimizer steps in a row had a gradient that is not finite")
-        return UpdateResult({"skipped_steps": 1.0}, 1, False, "mix.weight")
+        skipped = len(self.rates) in self.skips
+        self.version += not skipped
+        return UpdateResult({"skipped_steps": 1.0}, self.version, skipped, "mix.weight")
 
     def publish(self) -> None:
         pass
@@ -120,6 +124,19 @@ def test_the_rate_falls_over_the_last_share_of_the_steps(start: Start) -> None:
     assert train.learning_rate(replace(config, steps=100), 99) == 0.2  # a tenth, never 0
     constant = replace(config, learner=LearnerConfig(lr=2.0))
     assert {train.learning_rate(constant, step) for step in range(8)} == {2.0}
+
+
+def test_a_skipped_step_moves_neither_the_rate_nor_the_weights_of_the_rollout(
+    start: Start,
+) -> None:
+    """C14: the schedule stands, nothing is published; the run goes on."""
+    pool = Pool()
+    job = start(pool, steps=8, learner=LearnerConfig(lr=2.0, decay=0.5))
+    learner: Any = job.learner
+    learner.skips = (2, 7)
+    train._loop(job)
+    assert learner.rates == [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.5, 1.5]
+    assert pool.synced == 6
 
 
 def test_a_skipped_minibatch_is_told(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
