@@ -111,12 +111,15 @@ def run_stages(config: StageConfig) -> Path:
     return output
 
 
-def learning_rate(stages: Sequence[Stage], index: int, step: int) -> float:
-    """Rate of 0-based ``step`` of stage ``index``, before warm-up: linear from this stage's ``lr``
-    to the next one's, in the last stage to a tenth of it."""
+def learning_rate(stages: Sequence[Stage], index: int, applied: int) -> float:
+    """Rate of stage ``index`` after ``applied`` of its steps, before warm-up: linear from this
+    stage's ``lr`` to the next one's, in the last stage to a tenth of it.
+
+    Like warm-up it follows the steps that changed weights: one that was skipped moves nothing.
+    """
     stage = stages[index]
     end = stages[index + 1].lr if index + 1 < len(stages) else FINAL_LR * stage.lr
-    return stage.lr + (end - stage.lr) * step / stage.steps
+    return stage.lr + (end - stage.lr) * applied / stage.steps
 
 
 def _train_stages(
@@ -166,15 +169,15 @@ def _train_stage(run: _Run, index: int) -> None:
     at_new_context = run.measure(stage.context) if switches else before
     recorder.fixed_text(run.tokens, at_new_context)
     after: list[float] = []
-    too_long = 0
+    too_long = applied = 0
     with _batches(run, index) as batches:
         for step, batch in enumerate(batches, start=1):
-            lr = learning_rate(stages, index, step - 1)
-            run.learner.set_lr(lr)
+            run.learner.set_lr(learning_rate(stages, index, applied))
             begin = time.perf_counter()
             update = run.learner.update_nll(batch.pieces)
             seconds = time.perf_counter() - begin
             metrics = update.metrics
+            applied += not update.skipped
             if update.bad_tensor is not None:
                 print(f"stage step {step}: {skipped_line(update)}", flush=True)
             size = sum(len(piece) for piece in batch.pieces)

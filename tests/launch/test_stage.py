@@ -175,13 +175,15 @@ register("uneven-v0", Uneven)
 
 
 class Learner:
-    """Sees batches go by."""
+    """Sees batches go by, and skips those whose numbers, from 1, are in ``skips``."""
 
-    def __init__(self) -> None:
+    def __init__(self, skips: tuple[int, ...] = ()) -> None:
         self.batches: list[list[np.ndarray]] = []
+        self.rates: list[float] = []
+        self.skips = skips
 
     def set_lr(self, lr: float) -> None:
-        pass
+        self.rates.append(lr)
 
     def evaluate_nll(self, sequences: list[np.ndarray]) -> float:
         return 1.0
@@ -189,7 +191,18 @@ class Learner:
     def update_nll(self, sequences: list[np.ndarray]) -> UpdateResult:
         self.batches.append(sequences)
         names = ("loss", "lr", "grad_norm", "expert_load_max", "skipped_steps")
-        return UpdateResult(dict.fromkeys(names, 1.0), 1, False)
+        skipped = len(self.batches) in self.skips
+        return UpdateResult(dict.fromkeys(names, 1.0), 1, skipped)
+
+
+def test_a_skipped_step_does_not_move_the_learning_rate(
+    config: StageConfig, checkpoint: Path
+) -> None:
+    config = replace(config, stages=(replace(STAGES[0], steps=4, lr=1.0),), env=None)
+    learner, recorder = Learner(skips=(2,)), StageRecorder(Path(config.output), 1, 0)
+    chat = ChatFormat(load_tokenizer(checkpoint))
+    stage_command._train_stage(stage_command._Run(config, learner, chat, [], recorder, 0), 0)  # type: ignore[arg-type]
+    assert learner.rates == pytest.approx([1.0, 0.775, 0.775, 0.55])
 
 
 def test_overlong_episodes_are_left_out_and_counted(
