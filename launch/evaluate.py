@@ -21,7 +21,7 @@ from ..rollout.types import Group
 from .cluster import check_gpus, cluster
 from .interrupt import RunFailed
 from .origin import evaluation_defaults
-from .prepare import changes, check_first_prompt, find_checkpoint
+from .prepare import changes, check_first_prompt, check_writable, find_checkpoint
 from .report import Evaluation, wilson
 
 # What a success rate is of, beside checkpoint, seed and episodes, which the file holds.
@@ -48,6 +48,7 @@ def evaluate(path: str, overrides: list[str]) -> int:
     check_context(checkpoint, context, config.allow_longer_context)
     check_first_prompt(env, context, load_tokenizer(checkpoint), config.seed)
     file = output_file(Path(path), _resolved(defaults, trained), _resolved(config, trained))
+    check_writable(file.absolute().parent)
     with cluster(config.ray_address):
         check_gpus(config.ray_address, config.rollout)
         pool = RolloutPool(

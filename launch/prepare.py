@@ -171,13 +171,18 @@ def _starting_policy(config: TrainConfig, folder: Path) -> Path:
         return Path(config.policy).resolve()
 
 
-def _check_output(folder: Path) -> None:
-    """UserError if no run can be written there."""
-    if (folder / "config.json").is_file():
-        raise UserError(f"output {folder}: is a checkpoint folder; choose another output")
+def check_writable(folder: Path) -> None:
+    """UserError if nothing can be written in ``folder``, which need not exist yet."""
     # os.path: asks without an exception where even looking is forbidden
     nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not nearest.is_dir():
         raise UserError(f"output {folder}: {nearest} is not a directory; choose another output")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"output {folder}: {nearest} is not writable; choose another output")
+
+
+def _check_output(folder: Path) -> None:
+    """UserError if no run can be written there."""
+    if (folder / "config.json").is_file():
+        raise UserError(f"output {folder}: is a checkpoint folder; choose another output")
+    check_writable(folder)

@@ -29,7 +29,7 @@ from ..policy.tokenizer import ChatFormat, load_tokenizer, tokenizer_sha256
 from ..rl.sft import SftStep, join_processes, train_on_demonstrations
 from .fresh import expert_env
 from .interrupt import RunFailed
-from .prepare import find_checkpoint
+from .prepare import check_writable, find_checkpoint
 
 LINE_SECONDS = 5.0
 DATA_FILE = "demonstrations.npz"
@@ -145,6 +145,7 @@ def _check(config: SftConfig, parent: Path, output: Path) -> None:
     if output.exists() and output.samefile(parent):
         raise UserError(f"output {output}: is the checkpoint to start from; choose another output")
     check_replaceable(output)
+    check_writable(output.parent)  # where a checkpoint is made, to be renamed when it is whole
     check_context(parent, config.context, allow_longer=False)
 
 

@@ -40,6 +40,7 @@ from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..rl.actor import LearnerGroup
 from .cluster import check_gpus, cluster
 from .fresh import expert_env, policy_presets, starting_checkpoint
+from .prepare import check_writable
 from .report import skipped_line
 from .stage_record import StageRecorder, StageStep, Transition
 
@@ -384,3 +385,4 @@ def _check(config: StageConfig, output: Path) -> None:
         and (not output.is_dir() or any(output.iterdir()))
     ):
         raise UserError(f"output {output}: exists and is no stage run; choose another output")
+    check_writable(output)

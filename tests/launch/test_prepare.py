@@ -12,10 +12,21 @@ import pytest
 
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import dump_config, override_config
-from farhorizon.configs.schema import EnvConfig, TrainConfig
+from farhorizon.configs.schema import (
+    BenchConfig,
+    EnvConfig,
+    SftConfig,
+    Stage,
+    StageConfig,
+    TrainConfig,
+)
 from farhorizon.launch import checkpoints
+from farhorizon.launch.bench import bench
 from farhorizon.launch.checkpoints import RunState
+from farhorizon.launch.evaluate import evaluate
 from farhorizon.launch.prepare import config_digest, find_checkpoint, prepare
+from farhorizon.launch.sft import run_sft
+from farhorizon.launch.stage import run_stages
 
 
 @pytest.fixture
@@ -154,6 +165,25 @@ def test_output_is_writable(config: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(UserError, match="locked is not writable"):
         prepare(replace(config, output=str(tmp_path / "locked" / "run")))
+
+
+@pytest.mark.parametrize("command", ["stage", "sft", "eval", "bench"])
+def test_every_command_looks_at_its_output_before_it_works(
+    config: TrainConfig, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    output = str(tmp_path / "file" / "out.json")
+    with pytest.raises(UserError, match=r"file is not a directory; choose another output$"):
+        if command == "stage":
+            one = Stage(context=32, steps=1, batch_tokens=32, lr=1e-3)
+            run_stages(StageConfig(policy="tiny", text="stdlib", output=output, stages=(one,)))
+        elif command == "sft":
+            warm_up = SftConfig(policy=config.policy, env=config.env, output=output, context=32)
+            run_sft(warm_up)
+        elif command == "eval":
+            evaluate(config.policy, ["env.id=echo-v0", f"output={output}"])
+        else:
+            bench("grpo", BenchConfig(output=output))
 
 
 def test_resume_needs_no_starting_checkpoint(config: TrainConfig, tmp_path: Path) -> None:
