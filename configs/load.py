@@ -36,7 +36,7 @@ def load_config(schema: type[C], source: str | None, overrides: list[str]) -> C:
     data: Data = {}
     if source is not None:
         path = find_config(schema, source)
-        data = _parse(path.read_text(encoding="utf-8"), f"in {path}")
+        data = _parse(_read(path), f"in {path}")
         _build(schema, data, "", f"in {path}", partial=True)
     where = f"in {source} or on the command line" if source else "on the command line"
     return _override(schema, data, overrides, where)
@@ -71,6 +71,15 @@ def find_config(schema: type, source: str) -> Path:
     near = difflib.get_close_matches(source.removeprefix(f"{kind}/"), names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"presets: {', '.join(names) or 'none'}"
     raise UserError(f"config {source}: no such file or {kind} preset; {hint}")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"config {path}: byte {error.start} is no UTF-8 text") from None
+    except OSError as error:
+        raise UserError(f"config {path}: cannot be read ({error.strerror})") from None
 
 
 def _override(schema: type[C], data: Data, overrides: list[str], where: str) -> C:

@@ -249,6 +249,23 @@ def test_overrides_can_be_checked_before_the_rest_is_known() -> None:
         check_overrides(EvalConfig, ["episods=3"])
 
 
+def test_files_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"policy: \xe4\n")
+    with pytest.raises(UserError, match=rf"^config {path}: byte 8 is no UTF-8 text$"):
+        load_config(TrainConfig, str(path), [])
+    path.write_bytes(b"policy: a\0b\n")
+    with pytest.raises(UserError, match=rf"^invalid YAML in {path}: "):
+        load_config(TrainConfig, str(path), [])
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").is_file(), reason="needs a file that reads as error")
+def test_a_file_that_cannot_be_read_is_named() -> None:
+    """Also for root, who may open every file."""
+    with pytest.raises(UserError, match=r"^config /proc/self/mem: cannot be read \(.*error\)$"):
+        load_config(TrainConfig, "/proc/self/mem", [])
+
+
 def test_unknown_preset_suggests_one() -> None:
     with pytest.raises(UserError, match="no such file or train preset"):
         load_config(TrainConfig, "nosuch/thing", [])
