@@ -53,14 +53,14 @@ class StepResult:
         return self.bad_tensor is None
 
 
-def join(rank: int, world_size: int, rendezvous: str, device: str) -> None:
-    """Join the learner's process group; once per process, before any `Engine` exists.
+def join(rank: int, world_size: int, rendezvous: str, device: str, local_rank: int = 0) -> None:
+    """Join a process group; once per process, before any `Engine` exists.
 
     ``rendezvous`` is a torch init method: ``file://...`` for ranks of one machine, which opens
     no port to others, ``tcp://address:port`` across machines, "" for a single rank. ``device``
-    is "cpu" or "cuda".
+    is "cpu" or "cuda", there the GPU number ``local_rank`` of those that this process sees.
     """
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
     os.environ["DS_ACCELERATOR"] = device
     if not rendezvous.startswith("tcp://"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())

@@ -25,6 +25,7 @@ from ..configs.errors import UserError
 from ..configs.schema import SftConfig
 from ..policy import Policy
 from ..policy.corpus import Demonstration
+from .engine import join
 
 DECAY = 0.3  # share of the steps, at the end, in which the learning rate falls to 0
 
@@ -96,17 +97,11 @@ class QuantileBalancing(TrainerCallback):
 
 def join_processes(rank: int, ranks: int, rendezvous: str, gpu: bool) -> None:
     """Join the other ranks on this machine, in a way that TRL's trainer takes over."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
-    )
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read, never used: a file is
     if gpu:
         torch.cuda.set_device(rank)
-    else:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group(
-        "nccl" if gpu else "gloo", init_method=rendezvous, rank=rank, world_size=ranks
-    )
+    join(rank, ranks, rendezvous, "cuda" if gpu else "cpu", local_rank=rank)
 
 
 def train_on_demonstrations(
