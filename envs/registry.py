@@ -38,8 +38,11 @@ def registered() -> tuple[str, ...]:
     return tuple(sorted(_factories))
 
 
-def make(id: str, **kwargs: Any) -> MessageEnv:
-    """Build an environment by registered id, or by ``module:Class`` of a loaded plug-in."""
+def make(id: str, /, **kwargs: Any) -> MessageEnv:
+    """Build an environment by registered id, or by ``module:Class`` of a loaded plug-in.
+
+    ``kwargs`` are its constructor's arguments, whatever their names.
+    """
     factory = _from_plugin(id) if id not in _factories and ":" in id else _factories.get(id)
     if factory is None:
         raise UserError(

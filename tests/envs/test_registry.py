@@ -154,6 +154,17 @@ def test_a_callable_named_in_the_arguments_is_data() -> None:
         make("echo-v0", turn=1)
 
 
+def test_an_argument_may_be_called_id() -> None:
+    class Numbered(Echo):
+        def __init__(self, id: int) -> None:
+            super().__init__(turns=id)
+
+    register("numbered-v0", Numbered)
+    env = make_config(EnvConfig(id="numbered-v0", kwargs={"id": 2}))
+    assert isinstance(env, Numbered) and env.turns == 2
+    registry._factories.pop("numbered-v0")
+
+
 def test_a_factory_must_make_an_environment() -> None:
     register("broken-v0", lambda: "text")  # type: ignore[arg-type, return-value]
     with pytest.raises(UserError, match=r"broken-v0.*made a str"):
