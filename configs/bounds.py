@@ -28,7 +28,7 @@ class _Range:
 
     def __str__(self) -> str:
         if self.high < math.inf:
-            text = "at least {:g} and below {:g}" if self.half else "between {:g} and {:g}"
+            text = "at least {} and below {}" if self.half else "between {} and {}"
             return text.format(self.low, self.high)
         return f"{'above' if self.open else 'at least'} {self.low:g}"
 
@@ -37,6 +37,7 @@ _ANY = _Range(0)
 _ONE = _Range(1)
 _POSITIVE = _Range(0, open=True)
 _SHARE = _Range(0, 1)
+_SEED = _Range(0, 2**32 - 1)  # all that numpy.random.seed takes, and with it TRL
 
 # A dotted key narrows, for one command, what the component itself allows.
 _TABLE: dict[type, dict[str, _Range]] = {
@@ -78,7 +79,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "canary_tolerance": _POSITIVE,
     },
     schema.TrainConfig: {
-        "seed": _ANY,
+        "seed": _SEED,
         "steps": _ONE,
         "context": _ONE,
         "groups_per_step": _ONE,
@@ -91,9 +92,9 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "rollout.temperature": _POSITIVE,  # greedy samples have no distribution to learn from
     },
     schema.Stage: {"context": _Range(2), "steps": _ONE, "batch_tokens": _ONE, "lr": _POSITIVE},
-    schema.StageConfig: {"seed": _ANY, "vocab_size": _ONE, "episode_fraction": _SHARE},
+    schema.StageConfig: {"seed": _SEED, "vocab_size": _ONE, "episode_fraction": _SHARE},
     schema.SftConfig: {
-        "seed": _ANY,
+        "seed": _SEED,
         "context": _ONE,
         "steps": _ONE,
         "batch_tokens": _ONE,
@@ -104,10 +105,10 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "threads": _ANY,
         "gpus": _SHARE,
     },
-    schema.EvalConfig: {"seed": _ANY, "episodes": _ONE, "context": _ONE, "visible_context": _ONE},
-    schema.PlayConfig: {"seed": _ANY, "context": _ONE},
+    schema.EvalConfig: {"seed": _SEED, "episodes": _ONE, "context": _ONE, "visible_context": _ONE},
+    schema.PlayConfig: {"seed": _SEED, "context": _ONE},
     schema.BenchConfig: {
-        "seed": _ANY,
+        "seed": _SEED,
         "steps": _ONE,
         "runs": _ONE,
         "rollout.temperature": _POSITIVE,

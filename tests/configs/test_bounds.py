@@ -34,6 +34,7 @@ BASE = {
 @pytest.mark.parametrize("schema", BASE)
 def test_defaults_are_within_bounds(schema: type) -> None:
     check_bounds(load_config(schema, None, BASE[schema]))
+    check_bounds(load_config(schema, None, [*BASE[schema], "seed=4294967295"]))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,11 @@ def test_defaults_are_within_bounds(schema: type) -> None:
             "rollout.max_error_fraction=1.1 must be between 0 and 1",
         ),
         (TrainConfig, "steps=0", "steps=0 must be at least 1"),
-        (TrainConfig, "seed=-1", "seed=-1 must be at least 0"),
+        (TrainConfig, "seed=-1", "seed=-1 must be between 0 and 4294967295"),
+        *(
+            (schema, "seed=4294967296", "seed=4294967296 must be between 0 and 4294967295")
+            for schema in BASE
+        ),
         (TrainConfig, "learner.dtype=bfloat16", "learner.dtype=bfloat16 must be float32 in train"),
         (EvalConfig, "visible_context=0", "visible_context=0 must be at least 1"),
         (EvalConfig, "visible_context=-5", "visible_context=-5 must be at least 1"),
