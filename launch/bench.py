@@ -38,7 +38,7 @@ from . import bench_task as task
 from .bench_task import Measurement
 from .cluster import check_gpus, cluster
 from .interrupt import RunFailed
-from .prepare import check_writable
+from .prepare import check_unused, check_writable
 
 MAX_LOG_RATIO = 1e-4  # nats between the sampler's and the learner's log-prob of any token
 PACKAGES = ("farhorizon", "torch", "ray", "deepspeed", "trl", "transformers")
@@ -51,6 +51,8 @@ def bench(name: str, config: BenchConfig) -> int:
     check_bounds(config)
     if config.learner.minibatches != 1:
         raise UserError("learner.minibatches must be 1: TRL's step is one optimizer step as well")
+    check_unused("learner", config.learner, ["decay"], "its steps have one rate")
+    check_unused("rollout", config.rollout, ["keep_states"], "weights change between rollouts")
     if config.output is not None:
         check_writable(Path(config.output).absolute().parent)
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)

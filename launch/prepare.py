@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ class Run:
 def prepare(config: TrainConfig) -> Run:
     """Check a training config against the world; UserError for whatever does not fit."""
     check_bounds(config)
+    if config.max_staleness == 0:
+        check_unused("rollout", config.rollout, ["keep_states"], "needs max_staleness")
     folder = Path(config.output).absolute()
     _check_output(folder)
     policy = _starting_policy(config, folder)
@@ -169,6 +172,16 @@ def _starting_policy(config: TrainConfig, folder: Path) -> Path:
         if checkpoints.newest(folder) is None:
             raise
         return Path(config.policy).resolve()
+
+
+def check_unused(section: str, given: Any, names: Sequence[str], reason: str) -> None:
+    """UserError if one of the settings that have no effect here differs from its default."""
+    default = type(given)()
+    for name in names:
+        value = getattr(given, name)
+        if value != getattr(default, name):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise UserError(f"{section}.{name}={shown} would have no effect: {reason}")
 
 
 def check_writable(folder: Path) -> None:

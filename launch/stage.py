@@ -40,7 +40,7 @@ from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..rl.actor import LearnerGroup
 from .cluster import check_gpus, cluster
 from .fresh import expert_env, policy_presets, starting_checkpoint
-from .prepare import check_writable
+from .prepare import check_unused, check_writable
 from .report import skipped_line
 from .stage_record import StageRecorder, StageStep, Transition
 
@@ -364,6 +364,8 @@ def _play_one(env: MessageEnv, seeds: Sequence[int], chat: ChatFormat, context: 
 
 def _check(config: StageConfig, output: Path) -> None:
     check_bounds(config)
+    reason = "each stage has its own lr, and a batch is one optimizer step"
+    check_unused("learner", config.learner, ["lr", "decay", "minibatches"], reason)
     if not config.stages:
         raise UserError("stages: give at least one stage")
     for number, stage in enumerate(config.stages):

@@ -97,6 +97,8 @@ def test_wrong_updates_are_no_measurement() -> None:
         (["grpo", "runs=0"], "runs=0 must be at least 1"),
         (["grpo", "step=2"], "unknown key step on the command line; did you mean steps?"),
         (["grpo", "learner.minibatches=2"], "learner.minibatches must be 1"),
+        (["grpo", "learner.decay=0.5"], "learner.decay=0.5 would have no effect"),
+        (["grpo", "rollout.keep_states=true"], "rollout.keep_states=true would have no effect"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -78,6 +78,7 @@ def test_plugins_are_found_from_any_folder(
         ("resume=required", "resume=required: .* has no complete checkpoint"),
         ("group_size=1", "group_size=1 must be at least 2"),
         ("keep=0", "keep=0 must be at least 1"),
+        ("rollout.keep_states=true", "keep_states=true would have no effect: needs max_staleness"),
         ("rollout.temperature=0", r"rollout\.temperature=0\.0 must be above 0"),
         ("output=/dev/null", "output /dev/null: /dev/null is not a directory"),
         ("output=/dev/null/run", "output /dev/null/run: /dev/null is not a directory"),
