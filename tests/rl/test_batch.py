@@ -84,6 +84,10 @@ def test_groups_without_variance_are_left_out_and_counted() -> None:
     kept, stats = samples_of_groups(groups, group_relative)
     assert [[s.id for s in members] for members in kept] == [[4, 5, 6]]
     assert (stats.groups, stats.groups_without_variance, stats.trajectories) == (3, 2, 11)
+    alone = [group("a", [None, 1.0, None, None]), group("b", [0.0, 1.0])]  # C13
+    kept, stats = samples_of_groups(alone, group_relative)
+    assert [[s.id for s in members] for members in kept] == [[4, 5]]
+    assert (stats.groups, stats.groups_without_variance, stats.without_reward) == (2, 1, 3)
     kept, stats = samples_of_groups([group("a", [None, math.nan])], group_relative)
     assert kept == [] and stats.without_reward == 2 and math.isnan(stats.reward_mean)
     assert samples_of_groups([], group_relative)[0] == []

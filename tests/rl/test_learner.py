@@ -72,6 +72,7 @@ def test_any_split_gives_the_same_loss_gradient_and_weights(
     assert all(step["grad_norm"] > 0.15 for step in reference)  # so that each step is clipped
     assert [step["lr"] for step in reference] == pytest.approx([0.002, 0.004, 0.006])
     for got, want in zip(results(played, ranks, f"fake-{stage}-{layout}"), reference, strict=True):
+        assert set(got["group_lr"]) == {want["lr"]}
         for key in ("loss", "grad_norm", "entropy", "kl", "clip_fraction", "log_ratio_max"):
             assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), key
     after = weights(played, ranks, f"fake-{stage}-{layout}")
@@ -102,6 +103,18 @@ def test_routing_thresholds_pool_over_micro_batches_and_ranks(played: Path, rank
     for stage in (0, 3):
         got_bias = weights(played, ranks, f"tiny-{stage}")[name]
         assert float((got_bias - want).abs().max()) < 0.004
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_recomputed_layers_count_once_and_change_no_bit(
+    played: Path, ranks: int, stage: int
+) -> None:
+    """C07: 52 tokens a step, in one MoE layer of two layers."""
+    got = results(played, ranks, f"recomputed-{stage}")
+    assert got["bitwise"] and got["counted"] == [[52, 52], [52, 52]]
+    once, twice = got["forwards"]
+    assert once == 2 * 2 * 8 // ranks and twice == 2 * once
 
 
 @pytest.mark.parametrize("ranks", RANKS)

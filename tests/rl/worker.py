@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from fake_policy import FakePolicy
 from safetensors.torch import save_file
+from torch.utils.checkpoint import checkpoint
 
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
@@ -88,9 +90,14 @@ def keep(name: str, tensors: dict[str, torch.Tensor]) -> None:
 def train(name: str, policy: torch.nn.Module, stage: int, tokens: int, vocab: int) -> Any:
     # A large eps: Adam would blow rounding noise in gradients of almost 0 up to full steps.
     own = learner(policy, stage, eps=1e-3, grad_clip=0.15, warmup_steps=5)
-    results = [own.update([share(step, tokens, vocab)], LOSS) for step in range(3)]
+    results = []
+    for step in range(3):
+        metrics = own.update([share(step, tokens, vocab)], LOSS).metrics
+        optimizer = own.engine._engine.optimizer
+        groups = getattr(optimizer, "optimizer", optimizer).param_groups  # torch's own, under ZeRO
+        results.append({**metrics, "group_lr": [group["lr"] for group in groups]})
     keep(name, state(own))
-    return [dict(r.metrics) for r in results]
+    return results
 
 
 def layouts(out: dict[str, Any]) -> None:
@@ -202,6 +209,46 @@ def counting(out: dict[str, Any]) -> None:
         }
 
 
+class Counted(Policy):
+    """Keeps how many tokens each optimizer step counted, over all ranks."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self.counted: list[int] = []
+
+    def update_thresholds(self) -> list[float]:
+        self.counted.append(int(self.routing_counts()[1]))
+        return super().update_thresholds()
+
+
+def recomputed(out: dict[str, Any]) -> None:
+    """Layers whose forward runs again in backward count nothing twice and change no bit."""
+    for stage in (0, 2):
+        ends = []
+        for again in (False, True):
+            torch.manual_seed(0)
+            policy = Counted(PolicyConfig.tiny(vocab_size=64, hidden_size=32, num_hidden_layers=2))
+            runs: list[int] = []
+            for layer in policy.model.layers:
+
+                def forward(*args: Any, own: Any = layer.forward, runs: list[int] = runs) -> Any:
+                    runs.append(1)
+                    return own(*args)
+
+                again_too = partial(checkpoint, forward, use_reentrant=False)
+                layer.forward = again_too if again else forward
+            own = learner(policy, stage)
+            for step in range(2):
+                own.update([share(step, SINGLE, 64)], LOSS)
+            ends.append((digests(own), policy.counted, len(runs)))
+        (plain, counted, once), (same, recounted, twice) = ends
+        out[f"recomputed-{stage}"] = {
+            "bitwise": plain == same,
+            "counted": [counted, recounted],
+            "forwards": [once, twice],
+        }
+
+
 def silent(out: dict[str, Any]) -> None:
     """Scoring and evaluation count nothing and change nothing."""
     for stage in (0, 3):
@@ -266,6 +313,7 @@ SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     skipped,
     resumed,
     counting,
+    recomputed,
     silent,
     published,
 ]
