@@ -12,8 +12,12 @@ import torch
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import RolloutConfig
 from farhorizon.envs.types import Message, StopReason, Task
+from farhorizon.policy import Policy, PolicyConfig
+from farhorizon.rl.advantages import group_relative
+from farhorizon.rl.batch import samples_of_groups
 from farhorizon.rollout.calls import EnvCalls
 from farhorizon.rollout.episode import run_groups
+from farhorizon.rollout.generator import NativeGenerator
 from farhorizon.rollout.types import Group, RolloutStats, Trajectory
 
 from ..fakes import ScriptedEnv, ScriptedGenerator, WordChat
@@ -58,7 +62,7 @@ def test_other_tool_text_changes_no_mask() -> None:
     assert masks[0].tolist() == masks[1].tolist()
 
 
-@pytest.mark.parametrize("limit", [64, 300_000])
+@pytest.mark.parametrize("limit", [64, 2**20])
 def test_budget_at_the_context_limit(limit: int) -> None:
     """C27 (a), (b), (c), (e): prompts that leave 4, 0, exactly enough and 1 token."""
 
@@ -84,10 +88,12 @@ def test_budget_at_the_context_limit(limit: int) -> None:
     assert generator.requests[0][1] == 1 and len(single.token_ids) == limit
 
 
-def test_tool_text_beyond_the_context_limit_ends_the_episode() -> None:
+@pytest.mark.parametrize("limit", [64, 2**20])
+def test_tool_text_beyond_the_context_limit_ends_the_episode(limit: int) -> None:
     """C27 (d)."""
-    assert CHAT.ids("x" * 60) == [X] * 60
-    (one,), _, generator = play([[HE, 0]] * 2, lambda: ScriptedEnv("go", ["x" * 60]))
+    text = "x" * (limit - 4)
+    assert len(CHAT.ids(text)) == limit - 4
+    (one,), _, generator = play([[HE, 0]] * 2, lambda: ScriptedEnv("go", [text]), context=limit)
     assert one.stop is StopReason.CONTEXT_LIMIT and one.turns == 1 and one.reward == 0.0
     assert len(generator.requests) == 1 and one.token_ids.tolist() == [GO, 1, HE, 0]
 
@@ -118,14 +124,16 @@ def test_turn_limit_keeps_the_reward_so_far() -> None:
 class Tries:
     """Builds environments, of which the chosen numbers fail."""
 
-    def __init__(self, failing: Sequence[int], **kwargs: Any) -> None:
-        self.failing, self.kwargs, self.built = failing, kwargs, 0
+    def __init__(
+        self, failing: Sequence[int], kind: type[ScriptedEnv] = ScriptedEnv, **kwargs: Any
+    ) -> None:
+        self.failing, self.kind, self.kwargs, self.built = failing, kind, kwargs, 0
 
     def __call__(self) -> ScriptedEnv:
         broken = self.built in self.failing
         self.built += 1
         kwargs: dict[str, Any] = self.kwargs if broken else {**self.kwargs, "fail_at": None}
-        return ScriptedEnv(**kwargs)
+        return self.kind(**kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -133,21 +141,58 @@ def count_environments() -> None:
     ScriptedEnv.built = ScriptedEnv.closed = 0
 
 
-def test_one_failing_member_leaves_the_others_alone() -> None:
-    """C21: member 2 of 4 raises in step 3 of 5."""
-    kwargs = {"replies": ["x"] * 4, "fail_at": 3}
+@pytest.mark.parametrize(("fail_at", "turns", "place"), [(3, 2, "in step"), (0, 0, "in reset")])
+def test_one_failing_member_leaves_the_others_alone(fail_at: int, turns: int, place: str) -> None:
+    """C21: member 2 of 4 raises in step 3 of 5, or in reset."""
+    kwargs = {"replies": ["x"] * 4, "fail_at": fail_at}
     four, stats, _ = play([[HE, 0]] * 5, Tries([2], **kwargs), size=4)
     bad = four[2]
-    assert bad.stop is StopReason.ERROR and bad.turns == 2 and bad.reward is None
+    assert bad.stop is StopReason.ERROR and bad.turns == turns and bad.reward is None
     assert not bad.success and bad.loss_mask.sum() == 0
     assert bad.error is not None and "RuntimeError: the sandbox is gone" in bad.error
-    assert "in step" in bad.error
+    assert place in bad.error
     assert [t.reward for t in four] == [1.0, 1.0, None, 1.0]
     assert (stats.env_errors, stats.errors, stats.episodes) == (1, 1, 4)
     assert ScriptedEnv.closed == ScriptedEnv.built == 4
     clean, _, _ = play([[HE, 0]] * 5, Tries([], **kwargs), size=4)
     for i in (0, 1, 3):
         assert four[i].token_ids.tolist() == clean[i].token_ids.tolist()
+
+
+class Parity(ScriptedEnv):
+    """Five steps; the reward is whether the last answer has an even number of characters."""
+
+    def step(self, action: str) -> Any:
+        self.reward = float(len(action) % 2 == 0)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("fail_at", [0, 3])
+def test_a_failing_member_changes_no_bit_of_other_groups(fail_at: int) -> None:
+    """C21, with a policy that samples: what is learned from the other groups stays as it was."""
+    torch.manual_seed(0)
+    chat = WordChat([chr(ord("a") + i) * (1 + i % 3) for i in range(22)])
+    policy = Policy(PolicyConfig.tiny(vocab_size=24, hidden_size=32, num_hidden_layers=2))
+    tasks = [Task(name, i, metadata={"prompt": "abbccc"}) for i, name in enumerate("abc")]
+
+    def played(failing: Sequence[int]) -> list[Group]:
+        tries = Tries(failing, kind=Parity, replies=["a"] * 4, fail_at=fail_at)
+        rollout = RolloutConfig(env_retries=0, max_turn_tokens=4)
+        return run_groups(NativeGenerator(policy), tasks, 4, tries, chat, rollout, 64)[0]
+
+    clean, hurt = played([]), played([6])
+    assert [t.reward is None for t in hurt[1].trajectories] == [False, False, True, False]
+    samples = [
+        {tuple(s.token_ids): s for group in samples_of_groups(g, group_relative)[0] for s in group}
+        for g in ([clean[0], clean[2]], [hurt[0], hurt[2]])
+    ]
+    assert samples[0].keys() == samples[1].keys() and len(samples[0]) >= 4
+    for ids, sample in samples[0].items():
+        other = samples[1][ids]
+        assert np.array_equal(other.loss_mask, sample.loss_mask)
+        assert np.array_equal(other.advantages, sample.advantages)
+        # decoded beside fewer rows: matrix products may round otherwise
+        np.testing.assert_allclose(other.behavior_logprobs, sample.behavior_logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize("fail_at", [0, 2])
