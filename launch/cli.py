@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -97,7 +98,12 @@ def _sft(arguments: argparse.Namespace) -> int:
     config = load_config(SftConfig, arguments.config, arguments.overrides)
     from .sft import run_sft
 
-    run_sft(config)
+    try:
+        run_sft(config)
+    except KeyboardInterrupt:
+        again = shlex.join(["farhorizon", "sft", arguments.config, *arguments.overrides])
+        print(f"sft: interrupted, nothing is saved; what begins again: {again}")
+        raise
     return 0
 
 

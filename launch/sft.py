@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
@@ -63,12 +67,30 @@ def train_ranks(config: SftConfig, parent: str, scratch: str) -> None:
         _train(0, config, parent, scratch)
         return
     mistakes = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    arguments = (config, parent, scratch, mistakes)
+    ranks = spawn(_train_process, arguments, nprocs=config.ranks, join=False)
+    assert ranks is not None
     try:
-        spawn(_train_process, (config, parent, scratch, mistakes), nprocs=config.ranks)
+        while not ranks.join():
+            pass
     except ProcessRaisedException as error:
         if not mistakes.empty():
             raise UserError(mistakes.get()) from None
         raise RunFailed(f"sft: {str(error).strip().splitlines()[-1]}") from None
+    finally:
+        _end(ranks.processes)
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """End what still runs: a Ctrl-C has reached the ranks too, but a signal to this process alone
+    has not. SIGINT first, on which they tidy up."""
+    for patience, stop in ((2.0, signal.SIGINT), (5.0, signal.SIGTERM)):
+        deadline = time.monotonic() + patience
+        for process in processes:
+            process.join(max(deadline - time.monotonic(), 0))
+        for process in processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, stop)
 
 
 def _train_process(

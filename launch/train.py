@@ -23,7 +23,7 @@ from ..rollout.types import Group, RolloutStats
 from . import checkpoints
 from .cluster import check_gpus, cluster
 from .evaluate import measure
-from .interrupt import RunFailed, uninterrupted
+from .interrupt import GivenUp, RunFailed, uninterrupted
 from .prepare import Run, prepare
 from .progress import Display
 from .record import Recorder, read_rows
@@ -61,11 +61,8 @@ def train(config: TrainConfig) -> int:
         job = _start(run, recorder, display, stack)
         try:
             result = _play(job)
-        except KeyboardInterrupt:
-            with uninterrupted():
-                folder = _save(job)
-            display.line(f"interrupted after step {run.step}, saved {folder}")
-            display.line(f"resume      {resume_line(run.folder, run.config.steps)}")
+        except KeyboardInterrupt as stop:
+            _stop(job, stop)
             return 130
     recorder.curve(force=True)
     before, _ = curve_points(recorder.rows)
@@ -117,7 +114,7 @@ def _loop(job: Job) -> Evaluation | None:
                 in_flight.append(job.pool.submit(batch, config.group_size))
             groups, stats = job.pool.collect(in_flight.popleft())
         # From here to the record the step is one piece: Ctrl-C waits.
-        with uninterrupted():
+        with uninterrupted("finishing the step, then saving"):
             assert job.pool.version is not None
             buffer.add(groups)
             fresh = buffer.take(config.groups_per_step, job.pool.version.number)
@@ -133,7 +130,7 @@ def _loop(job: Job) -> Evaluation | None:
             _record(job, groups, stats, update, tokens, len(groups) - len(fresh))
         last = run.step == config.steps
         if last or (config.save_every and run.step % config.save_every == 0):
-            with uninterrupted():
+            with uninterrupted("finishing the checkpoint, then stopping"):
                 _save(job)
         due = not last and config.eval_every and run.step % config.eval_every == 0
         if due and config.eval_episodes:
@@ -167,11 +164,31 @@ def _play(job: Job) -> Evaluation | None:
         raise
 
 
+def _stop(job: Job, stop: KeyboardInterrupt) -> None:
+    """Save an interrupted run, unless its step was given up unfinished; say how to go on."""
+    run, display = job.run, job.display
+    folder: Path | None = None
+    try:
+        if not isinstance(stop, GivenUp):
+            with uninterrupted("saving, then stopping"):
+                folder = _save(job)
+    except GivenUp:
+        pass
+    except KeyboardInterrupt:  # pressed once more while it was saved
+        assert folder is not None
+    if folder is not None:
+        display.line(f"interrupted after step {run.step}, saved {folder}")
+        display.line(f"resume      {resume_line(run.folder, run.config.steps)}")
+    else:
+        display.line(f"stopped at once after step {run.step}, not saved")
+        _way_on(job)
+
+
 def _rescue(job: Job) -> None:
     """Save the finished steps of a failing run, as far as that can be done; say how to go on."""
     run, display = job.run, job.display
     if run.step > 0:
-        with uninterrupted():
+        with uninterrupted("saving the finished steps"):
             try:
                 if not job.learner.actors:
                     raise RunFailed("the learner has ended, and with it the weights")
@@ -179,6 +196,12 @@ def _rescue(job: Job) -> None:
             except Exception as error:  # the one that is being handled matters more
                 text = next(iter(str(error).splitlines()), type(error).__name__)
                 display.line(f"failed after step {run.step}, not saved: {text}")
+    _way_on(job)
+
+
+def _way_on(job: Job) -> None:
+    """The newest complete checkpoint, and the command that goes on from it or begins again."""
+    run, display = job.run, job.display
     found = checkpoints.newest(run.folder)
     display.line(f"checkpoint  {found.folder if found else 'none is complete yet'}")
     again = "resume " if found else "restart"

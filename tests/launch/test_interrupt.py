@@ -1,33 +1,81 @@
-"""Ctrl-C waits for the end of an update."""
+"""Ctrl-C waits for the end of an update, says so, and does not wait for ever."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 
 import pytest
+import ray
 
-from farhorizon.launch.interrupt import uninterrupted
+from farhorizon.launch.interrupt import GivenUp, uninterrupted
 
 
-def test_ctrl_c_comes_after_the_block() -> None:
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_comes_after_the_block(capfd: pytest.CaptureFixture[str]) -> None:
     reached: list[str] = []
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), uninterrupted():
-        os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt) as stopped, uninterrupted("finishing the step"):
+        press()
+        press()
         reached.append("end of the block")
-    assert reached == ["end of the block"]
+    assert reached == ["end of the block"] and not isinstance(stopped.value, GivenUp)
     assert signal.getsignal(signal.SIGINT) is handler
+    told = "finishing the step; Ctrl-C 2 more times stops at once, without saving"
+    assert capfd.readouterr().err.split("\n") == ["", told, ""]
 
 
-def test_without_ctrl_c_nothing_happens() -> None:
+def test_without_ctrl_c_nothing_happens(capfd: pytest.CaptureFixture[str]) -> None:
     handler = signal.getsignal(signal.SIGINT)
-    with uninterrupted():
+    with uninterrupted("finishing"):
         pass
     assert signal.getsignal(signal.SIGINT) is handler
+    assert capfd.readouterr().err == ""
 
 
 def test_an_error_inside_wins() -> None:
-    with pytest.raises(ZeroDivisionError), uninterrupted():
-        os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(ZeroDivisionError), uninterrupted("finishing"):
+        press()
         raise ZeroDivisionError
+
+
+def test_the_third_press_gives_the_block_up() -> None:
+    reached: list[str] = []
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(GivenUp), uninterrupted("finishing"):
+        press()
+        press()
+        reached.append("still there")
+        press()
+        reached.append("never")
+    assert reached == ["still there"]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_stuck_actor_can_be_given_up(ray_local: None) -> None:
+    """Ray looks for signals once a second; quicker presses count as one."""
+    stuck = ray.remote(num_cpus=0.01)(lambda: time.sleep(60)).remote()
+    ended = threading.Event()
+
+    def insist() -> None:
+        while not ended.wait(1.2):
+            press()
+
+    presser = threading.Thread(target=insist)
+    begin = time.monotonic()
+    try:
+        with pytest.raises(GivenUp), uninterrupted("finishing"):
+            presser.start()
+            try:
+                ray.get(stuck)
+            finally:
+                ended.set()
+                presser.join()
+        assert time.monotonic() - begin < 30
+    finally:
+        ray.cancel(stuck, force=True)

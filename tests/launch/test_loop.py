@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from farhorizon.configs.schema import EnvConfig, LearnerConfig, TrainConfig
 from farhorizon.envs.types import Task
 from farhorizon.launch import train
 from farhorizon.launch.checkpoints import newest
+from farhorizon.launch.interrupt import GivenUp
 from farhorizon.launch.prepare import prepare
 from farhorizon.launch.progress import Display
 from farhorizon.launch.record import Recorder
@@ -189,6 +192,63 @@ def test_a_failure_before_the_first_step_leaves_no_run_behind(
         "checkpoint  none is complete yet",
         f"restart     farhorizon train {job.run.folder}/config.yaml steps=3",
     ]
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_step_that_is_given_up_is_not_saved(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C, three times: the learner may be ahead of the step that is counted."""
+    job = start(Pool(), save_every=1)
+    learner: Any = job.learner
+    update = learner.update
+
+    def stuck(groups: Sequence[Group]) -> UpdateResult:
+        for _ in range(3 if job.run.step == 2 else 0):
+            press()
+        return update(groups)
+
+    learner.update = stuck
+    with pytest.raises(GivenUp) as stopped:
+        train._play(job)
+    train._stop(job, stopped.value)
+    found = newest(job.run.folder)
+    assert found is not None and found.state.step == 2
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "stopped at once after step 2, not saved",
+        f"checkpoint  {found.folder}",
+        f"resume      farhorizon train {job.run.folder}/config.yaml steps=3",
+    ]
+
+
+@pytest.mark.parametrize("presses", [0, 1, 3])
+def test_ctrl_c_while_it_is_saved(
+    start: Start, capsys: pytest.CaptureFixture[str], presses: int
+) -> None:
+    job = start(Pool(), steps=1, save_every=0)
+    learner: Any = job.learner
+    save = learner.save
+
+    def slow(folder: Path) -> None:
+        for _ in range(presses):
+            press()
+        save(folder)
+
+    learner.save = slow
+    train._stop(job, KeyboardInterrupt())
+    lines = capsys.readouterr().out.splitlines()
+    found = newest(job.run.folder)
+    if presses < 3:
+        assert found is not None
+        assert lines[0] == f"interrupted after step 0, saved {found.folder}"
+        assert lines[1].startswith("resume      farhorizon train ")
+    else:
+        assert found is None
+        assert lines[0] == "stopped at once after step 0, not saved"
+        assert lines[1:2] == ["checkpoint  none is complete yet"]
 
 
 def test_a_missed_final_evaluation_is_due(start: Start) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from farhorizon.configs.errors import UserError
-from farhorizon.configs.load import load_config
+from farhorizon.configs.load import dump_config, load_config
 from farhorizon.configs.schema import EnvConfig, SftConfig
 from farhorizon.launch.sft import DATA_FILE, collect, run_sft, train_ranks
 from farhorizon.policy import Policy, PolicyConfig
@@ -214,3 +218,28 @@ def test_the_cpu_is_used_unless_gpus_are_asked_for(parent: Path) -> None:
 def test_the_start_is_never_overwritten(parent: Path) -> None:
     with pytest.raises(UserError, match="is the checkpoint to start from"):
         run_sft(settings(parent, parent))
+
+
+def test_ctrl_c_ends_all_ranks_and_says_what_begins_again(parent: Path, tmp_path: Path) -> None:
+    """The signal reaches the command alone, as from ``kill -INT``."""
+    file, output = tmp_path / "warm up.yaml", tmp_path / "out"
+    config = settings(parent, output, steps=1000, ranks=2, batch_tokens=256, context=64)
+    file.write_text(dump_config(config))
+    command = [sys.executable, "-m", "farhorizon.launch.cli", "sft", str(file), "lr=1e-4"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("sft step"):
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 2
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    again = f"farhorizon sft '{file}' lr=1e-4"
+    assert out.splitlines()[-1] == f"sft: interrupted, nothing is saved; what begins again: {again}"
+    assert err.splitlines()[-1] == "interrupted" and "Traceback" not in err
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+    assert not output.exists()
