@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
 from ..rollout.types import Group, Trajectory
+from .files import finite, json_line, write_whole
 from .report import curve_points, draw_curve
 
 CURVE_SECONDS = 10.0  # drawing takes a fraction of a second, small steps less
@@ -29,10 +29,10 @@ class Recorder:
     def __init__(self, folder: Path, config_text: str, step: int) -> None:
         self.folder = folder
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
-        _write(folder / "config.yaml", config_text)
+        write_whole(folder / "config.yaml", config_text)
         self._metrics = folder / "metrics.jsonl"
         self.rows = [row for row in read_rows(self._metrics) if row["step"] <= step]
-        _write(self._metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
+        write_whole(self._metrics, "".join(map(json_line, self.rows)))
         self._drawn = time.monotonic()
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
@@ -41,14 +41,13 @@ class Recorder:
 
         Non-finite numbers become null, which every JSON reader accepts.
         """
-        finite = {name: _finite(value) for name, value in values.items()}
         if self.rows and self.rows[-1]["step"] == step:
-            self.rows[-1].update(finite)
-            _write(self._metrics, "".join(json.dumps(row) + "\n" for row in self.rows))
+            self.rows[-1].update(finite(values))
+            write_whole(self._metrics, "".join(map(json_line, self.rows)))
         else:
-            self.rows.append({"step": step, **finite})
+            self.rows.append({"step": step, **finite(values)})
             with self._metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(self.rows[-1]) + "\n")
+                file.write(json_line(self.rows[-1]))
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._board.add_scalar(name, value, step)
@@ -65,12 +64,13 @@ class Recorder:
         lines: list[str] = []
         room = ROLLOUT_CHARACTERS
         for trajectory in (t for group in groups for t in group.trajectories):
-            line = json.dumps(readable(trajectory, tokenizer))
+            line = json_line(readable(trajectory, tokenizer))
             if lines and len(line) > room:
                 break
             lines.append(line)
             room -= len(line)
-        _write(self.folder / "rollouts" / f"{kind}-{step}.jsonl", "".join(x + "\n" for x in lines))
+        file = self.folder / "rollouts" / f"{kind}-{step}.jsonl"
+        write_whole(file, "".join(lines))
 
     def curve(self, force: bool = False) -> None:
         """Redraw ``learning_curve.png``, not more often than every ten seconds unless forced."""
@@ -113,13 +113,3 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return rows
-
-
-def _finite(value: float | int | str) -> float | int | str | None:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

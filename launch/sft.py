@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import tempfile
@@ -31,6 +30,7 @@ from ..policy.corpus import (
 from ..policy.records import StageRecord, check_context
 from ..policy.tokenizer import ChatFormat, load_tokenizer, tokenizer_sha256
 from ..rl.sft import SftStep, join_processes, train_on_demonstrations
+from .files import json_line
 from .fresh import expert_env
 from .interrupt import RunFailed
 from .prepare import check_writable, find_checkpoint
@@ -131,7 +131,7 @@ def _train(rank: int, config: SftConfig, parent: str, scratch: str) -> None:
         output = Path(config.output)
         save_checkpoint(output, start.policy, start.policy.config, start.tokenizer, record)
         (output / "metrics.jsonl").write_text(
-            "".join(json.dumps(asdict(step)) + "\n" for step in progress.steps), encoding="utf-8"
+            "".join(json_line(asdict(step)) for step in progress.steps), encoding="utf-8"
         )
         (output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         print(f"sft: {tokens} tokens; checkpoint {output}", flush=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from ..policy.records import read_json
+from .files import finite, json_line, write_whole
 from .interrupt import RunFailed
 
 LIMIT = 0.02  # relative change of the fixed text's loss that a switch may make
@@ -91,20 +94,19 @@ class StageRecorder:
         self._printed = 0.0
         if finished:
             self._restore(finished)
-        rows = "".join(json.dumps(asdict(step)) + "\n" for step in self.steps)
-        _replace(self._metrics, rows)
+        write_whole(self._metrics, "".join(json_line(asdict(step)) for step in self.steps))
 
     def _restore(self, finished: int) -> None:
         lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        whole = [StageStep(**json.loads(line)) for line in lines if line.endswith("\n")]
+        whole = [StageStep(**_numbers(json.loads(line))) for line in lines if line.endswith("\n")]
         self.steps = [step for step in whole if step.stage <= finished]
         content = read_json(self.output / "transitions.json")
         measured = content["fixed_text"][: 2 * finished]  # at the start and the end of a stage
-        self.measured = [(row["tokens"], row["loss"]) for row in measured]
+        self.measured = [(row["tokens"], row["loss"]) for row in map(_numbers, measured)]
         names = [field.name for field in fields(Transition)]
         self.transitions = [
             Transition(**{name: row[name] for name in names})
-            for row in content["transitions"]
+            for row in map(_numbers, content["transitions"])
             if row["tokens"] < self.steps[-1].tokens
         ]
 
@@ -112,7 +114,7 @@ class StageRecorder:
         """One optimizer step."""
         self.steps.append(step)
         with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(step)) + "\n")
+            file.write(json_line(asdict(step)))
         now = time.perf_counter()
         if now - self._printed < LINE_SECONDS and step.step < step.steps:
             return
@@ -139,13 +141,23 @@ class StageRecorder:
         content = {
             "limit": LIMIT,
             "fixed_text_tokens": self.fixed_tokens,
-            "fixed_text": [{"tokens": tokens, "loss": loss} for tokens, loss in self.measured],
+            "fixed_text": [
+                finite({"tokens": tokens, "loss": loss}) for tokens, loss in self.measured
+            ],
             "transitions": [
-                {**asdict(t), "change": t.change, "worst_rise": t.worst_rise, "smooth": t.smooth}
+                finite(
+                    {
+                        **asdict(t),
+                        "change": t.change,
+                        "worst_rise": t.worst_rise,
+                        "smooth": t.smooth,
+                    }
+                )
                 for t in self.transitions
             ],
         }
-        _replace(self.output / "transitions.json", json.dumps(content, indent=2) + "\n")
+        text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+        write_whole(self.output / "transitions.json", text)
         draw_stages(self.output / "stage.png", self.steps, self.measured, self.transitions)
 
     def require_smooth(self) -> None:
@@ -158,11 +170,9 @@ class StageRecorder:
             )
 
 
-def _replace(file: Path, text: str) -> None:
-    """A reader finds the old content or the new, whenever the run is killed."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
+def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """A stored row with NaN for null."""
+    return {name: math.nan if value is None else value for name, value in row.items()}
 
 
 def draw_stages(
@@ -189,7 +199,7 @@ def draw_stages(
     axes.plot(
         *zip(*measured, strict=True), color="tab:blue", marker="o", linestyle="", label="fixed text"
     )
-    low = min(s.loss for s in steps)
+    low = min((s.loss for s in steps if math.isfinite(s.loss)), default=0.0)
     for t in transitions:
         axes.axvline(t.tokens, color="tab:red", linestyle="--", linewidth=1)
         axes.annotate(

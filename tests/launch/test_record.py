@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from farhorizon.envs.types import StopReason
+from farhorizon.launch.files import json_line
 from farhorizon.launch.record import Recorder
 from farhorizon.policy.tokenizer import load_tokenizer
 from farhorizon.rollout.types import Group, Segment, Trajectory
@@ -18,6 +19,11 @@ EMPTY = np.zeros(0, np.float32), np.zeros(0, np.int32)
 
 def rows(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_lines_are_json_for_every_reader(tmp_path: Path) -> None:
+    values = {"a": float("nan"), "b": -float("inf"), "c": 1, "d": "nan", "e": 0.5}
+    assert json_line(values) == '{"a": null, "b": null, "c": 1, "d": "nan", "e": 0.5}\n'
 
 
 def test_one_row_per_step(tmp_path: Path) -> None:

@@ -93,6 +93,42 @@ def test_a_rough_switch_fails_the_run_after_everything_is_written(tmp_path: Path
     assert (tmp_path / "stage.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def strict(text: str) -> Any:
+    """JSON as readers without NaN read it."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_numbers_that_are_not_finite_are_null_in_every_file(tmp_path: Path) -> None:
+    """A skipped step has no expert load and an infinite gradient."""
+    nan, inf = float("nan"), float("inf")
+    step = StageStep(1, 128, 1, 1, 100, nan, 1e-3, inf, nan, 1.0, 99.0)
+    recorder = StageRecorder(tmp_path, stages=2, fixed_tokens=100)
+    recorder.step(step)
+    recorder.fixed_text(0, 2.0)
+    recorder.fixed_text(100, nan)
+    recorder.transition(transition(tokens=50, after=nan))
+    recorder.write()
+    again = StageRecorder(tmp_path, stages=2, fixed_tokens=100, finished=1)
+    (row,) = map(strict, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [name for name, value in row.items() if value is None] == [
+        "loss",
+        "grad_norm",
+        "expert_load",
+    ]
+    written = strict((tmp_path / "transitions.json").read_text())
+    assert [point["loss"] for point in written["fixed_text"]] == [2.0, None]
+    assert written["transitions"][0]["after"] is written["transitions"][0]["change"] is None
+    (kept,) = again.steps
+    assert np.isnan([kept.loss, kept.grad_norm, kept.expert_load]).all() and kept.lr == 1e-3
+    with pytest.raises(RunFailed, match="context 128 -> 512"):
+        again.require_smooth()
+    again.write()
+
+
 def test_stages_end_to_end_and_on_from_there(
     config: StageConfig, ray_local: None, capsys: pytest.CaptureFixture
 ) -> None:
