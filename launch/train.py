@@ -220,15 +220,17 @@ def _record(
     run, display = job.run, job.display
     played = [t for group in groups for t in group.trajectories]
     rewards = [t.reward for t in played if t.reward is not None]
-    varied = sum(len({t.reward for t in g.trajectories} - {None}) > 1 for g in groups)
+    # As the learner counts them: of groups that were not stale, and by its idea of equal rewards.
+    learned_from, flat = (result.metrics[n] for n in ("groups", "groups_without_variance"))
+    nothing = 0 < learned_from == flat
     seconds = display.take_seconds()
     total = sum(seconds.get(name, 0.0) for name in ("rollout", "learn", "sync"))
     success = sum(t.success for t in played) / max(len(rewards), 1)
-    if varied == 0:
+    if nothing:
         display.line(f"step {run.step}: no group had reward variance, nothing to learn from")
     if result.bad_tensor is not None:
         display.line(f"step {run.step}: {skipped_line(result)}")
-    elif result.skipped and varied > 0:
+    elif result.skipped and not nothing:
         display.line(f"step {run.step}: update skipped, weights stay at version {result.version}")
     if stats.errors or stale:
         display.line(f"step {run.step}: {stats.errors} failed episodes, {stale} stale groups")
@@ -238,7 +240,7 @@ def _record(
             "train/success": success,
             "train/reward": sum(rewards) / max(len(rewards), 1),
             "train/groups": len(groups),
-            "train/groups_without_variance": len(groups) - varied,
+            "train/groups_without_variance": flat,
             "train/groups_stale": stale,
             "train/tokens": tokens,
             "train/tokens_per_second": tokens / max(total, 1e-9),

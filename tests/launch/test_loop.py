@@ -13,8 +13,8 @@ import pytest
 
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import dump_config
-from farhorizon.configs.schema import EnvConfig, LearnerConfig, TrainConfig
-from farhorizon.envs.types import Task
+from farhorizon.configs.schema import AlgorithmConfig, EnvConfig, LearnerConfig, TrainConfig
+from farhorizon.envs.types import StopReason, Task
 from farhorizon.launch import train
 from farhorizon.launch.checkpoints import newest
 from farhorizon.launch.interrupt import GivenUp
@@ -22,8 +22,10 @@ from farhorizon.launch.prepare import prepare
 from farhorizon.launch.progress import Display
 from farhorizon.launch.record import Recorder
 from farhorizon.policy.weights import PolicyVersion
+from farhorizon.rl.algorithms import make_algorithm
+from farhorizon.rl.batch import samples_of_groups
 from farhorizon.rl.types import UpdateResult
-from farhorizon.rollout.types import Group, RolloutStats
+from farhorizon.rollout.types import Group, RolloutStats, Trajectory
 
 
 class Pool:
@@ -69,7 +71,8 @@ class Learner:
             raise UserError("learner: 3 optimizer steps in a row had a gradient that is not finite")
         skipped = len(self.rates) in self.skips
         self.version += not skipped
-        return UpdateResult({"skipped_steps": 1.0}, self.version, skipped, "mix.weight")
+        metrics = {"skipped_steps": 1.0, "groups": 2.0, "groups_without_variance": 1.0}
+        return UpdateResult(metrics, self.version, skipped, "mix.weight")
 
     def publish(self) -> None:
         pass
@@ -147,6 +150,37 @@ def test_a_skipped_minibatch_is_told(start: Start, capsys: pytest.CaptureFixture
     train._loop(start(Pool(), steps=1))
     line = "step 1: gradient of mix.weight is not finite, 1 optimizer steps skipped"
     assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rewards", "stale", "line"),
+    [
+        # the same three rewards, added in another order
+        ((0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1), 0, "no group had reward variance, nothing to learn"),
+        ((0.0, 1.0), 1, "update skipped, weights stay at version 0"),
+    ],
+)
+def test_rewards_are_equal_when_the_learner_says_so(
+    start: Start,
+    capsys: pytest.CaptureFixture[str],
+    rewards: tuple[float, float],
+    stale: int,
+    line: str,
+) -> None:
+    assert rewards[0] != rewards[1]
+    job = start(Pool())
+    job.run.step = 1
+    pair = tuple(
+        Trajectory("t", i, (), (reward,), reward, False, StopReason.TERMINATED, 1)
+        for i, reward in enumerate(rewards)
+    )
+    groups = [Group("t", pair)]
+    kept, counts = samples_of_groups(groups[stale:], make_algorithm(AlgorithmConfig()).advantages)
+    assert kept == []
+    result = UpdateResult(counts.metrics(), 0, skipped=True)
+    train._record(job, groups, RolloutStats(), result, 0, stale)
+    assert f"step 1: {line}" in capsys.readouterr().out.splitlines()[0]
+    assert job.recorder.rows[-1]["train/groups_without_variance"] == 1 - stale
 
 
 def test_a_failure_keeps_the_finished_steps(
