@@ -5,16 +5,16 @@
 #
 # seed=N goes to every phase; output=DIR is the folder of the whole run (default: a new folder
 # under runs/); stage.KEY=V and sft.KEY=V go to those phases; any other key=value goes to train.
-# With the same output=DIR a second time, phases that are complete are not repeated, and stage and
-# train go on where they stopped.
+# With the same output=DIR and seed a second time, phases that are complete are not repeated, and
+# stage and train go on where they stopped.
 set -euo pipefail
 
-output=
-all=() stage=() sft=() train=()
+output= seed=0
+stage=() sft=() train=()
 for argument in "$@"; do
     case "$argument" in
         output=*) output="${argument#*=}" ;;
-        seed=*) all+=("$argument") ;;
+        seed=*) seed="${argument#*=}" ;;
         stage.*=*) stage+=("${argument#stage.}") ;;
         sft.*=*) sft+=("${argument#sft.}") ;;
         *=*) train+=("$argument") ;;
@@ -44,14 +44,27 @@ phase() { # name, command ...
     fi
 }
 
+is_done() { # name, settings given to it; true if its result is there already
+    local folder="$output/$1" made
+    [[ -f "$folder/stage.json" ]] || return 1
+    made="$(sed -n 's/^seed: //p' "$folder/config.yaml" 2>/dev/null)" || made=unknown
+    if [[ "$made" != "$seed" ]]; then
+        echo "quickstart: $folder was made with seed=$made, not seed=$seed; choose another output" >&2
+        exit 2
+    fi
+    echo "== $1: complete in $folder, not repeated${2:+; without effect: $2}"
+}
+
 begin=$SECONDS
-if [[ ! -f "$output/stage/stage.json" ]]; then
-    phase stage farhorizon stage quickstart output="$output/stage" "${all[@]}" "${stage[@]}"
+# An array that may be empty is an unset variable to bash before 4.4.
+if ! is_done stage "${stage[*]-}"; then
+    phase stage farhorizon stage quickstart output="$output/stage" \
+        seed="$seed" ${stage[@]+"${stage[@]}"}
 fi
-if [[ ! -f "$output/sft/stage.json" ]]; then
+if ! is_done sft "${sft[*]-}"; then
     phase sft farhorizon sft quickstart policy="$output/stage" output="$output/sft" \
-        "${all[@]}" "${sft[@]}"
+        seed="$seed" ${sft[@]+"${sft[@]}"}
 fi
 phase train farhorizon train quickstart policy="$output/sft" output="$output/train" \
-    "${all[@]}" "${train[@]}"
+    seed="$seed" ${train[@]+"${train[@]}"}
 echo "quickstart: ${times}total $((SECONDS - begin)) s without installation"
