@@ -1,4 +1,4 @@
-"""The one exception that means: the user can fix this."""
+"""The two exceptions that one line can explain: a mistake in the input, a run that failed."""
 
 from __future__ import annotations
 
@@ -7,4 +7,11 @@ class UserError(ValueError):
     """A mistake in what the user gave: one line that names the field or file and the way out.
 
     The command line prints it without a stack trace and exits with code 2.
+    """
+
+
+class RunFailed(RuntimeError):
+    """A run that cannot go on, for a reason that came up while it worked.
+
+    The command line prints it without a stack trace and exits with code 1.
     """

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..configs.bounds import check_bounds
-from ..configs.errors import UserError
+from ..configs.errors import RunFailed, UserError
 from ..configs.load import dump_config
 from ..configs.schema import AlgorithmConfig, BenchConfig, EnvConfig, SyncConfig
 from ..envs.registry import tasks
@@ -37,7 +37,6 @@ from ..rollout.types import Group
 from . import bench_task as task
 from .bench_task import Measurement
 from .cluster import check_gpus, cluster
-from .interrupt import RunFailed
 from .prepare import check_unused, check_writable
 
 MAX_LOG_RATIO = 1e-4  # nats between the sampler's and the learner's log-prob of any token

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from ..configs.errors import UserError
-from .interrupt import RunFailed
+from ..configs.errors import RunFailed, UserError
 
 FAILED, USER_MISTAKE, INTERRUPTED = 1, 2, 130
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..configs.bounds import check_bounds
-from ..configs.errors import UserError
+from ..configs.errors import RunFailed, UserError
 from ..configs.load import override_config
 from ..configs.schema import EnvConfig, EvalConfig
 from ..envs.registry import resolve_plugins, tasks
@@ -19,7 +19,6 @@ from ..policy.tokenizer import load_tokenizer
 from ..rollout.actor import RolloutPool
 from ..rollout.types import Group
 from .cluster import check_gpus, cluster
-from .interrupt import RunFailed
 from .origin import evaluation_defaults
 from .prepare import changes, check_first_prompt, check_writable, find_checkpoint
 from .report import Evaluation, wilson

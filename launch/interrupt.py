@@ -13,10 +13,6 @@ from types import FrameType
 PRESSES = 3  # of Ctrl-C that give up what holds it back
 
 
-class RunFailed(RuntimeError):
-    """A run that cannot go on, for a reason one line can say; the command line exits with 1."""
-
-
 class GivenUp(KeyboardInterrupt):
     """Ctrl-C came in the middle of what must be whole: a step, a checkpoint."""
 

@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
 from ..configs.bounds import check_bounds
-from ..configs.errors import UserError
+from ..configs.errors import RunFailed, UserError
 from ..configs.load import dump_config
 from ..configs.schema import SftConfig
 from ..envs.registry import resolve_plugins, tasks
@@ -32,7 +32,6 @@ from ..policy.tokenizer import ChatFormat, load_tokenizer, tokenizer_sha256
 from ..rl.sft import SftStep, join_processes, train_on_demonstrations
 from .files import json_line
 from .fresh import expert_env
-from .interrupt import RunFailed
 from .prepare import check_writable, find_checkpoint
 
 LINE_SECONDS = 5.0

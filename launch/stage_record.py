@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..configs.errors import RunFailed
 from ..policy.records import read_json
 from .files import finite, json_line, write_whole
-from .interrupt import RunFailed
 
 LIMIT = 0.02  # relative change of the fixed text's loss that a switch may make
 LINE_SECONDS = 5.0

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ..configs.errors import RunFailed
 from ..configs.load import dump_config
 from ..configs.schema import TrainConfig
 from ..envs.registry import tasks
@@ -23,7 +24,7 @@ from ..rollout.types import Group, RolloutStats
 from . import checkpoints
 from .cluster import check_gpus, cluster
 from .evaluate import measure
-from .interrupt import GivenUp, RunFailed, uninterrupted
+from .interrupt import GivenUp, uninterrupted
 from .prepare import Run, prepare
 from .progress import Display
 from .record import Recorder, read_rows

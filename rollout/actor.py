@@ -12,7 +12,7 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
-from ..configs.errors import UserError
+from ..configs.errors import RunFailed
 from ..configs.schema import EnvConfig, RolloutConfig
 from ..envs.registry import make_config, resolve_plugins
 from ..envs.types import Task
@@ -158,7 +158,7 @@ class RolloutPool:
     def collect(self, refs: Sequence[ray.ObjectRef]) -> tuple[list[Group], RolloutStats]:
         """Wait for one submission; its groups in the order of the tasks.
 
-        Raises UserError if more than ``rollout.max_error_fraction`` of the episodes failed.
+        Raises RunFailed if more than ``rollout.max_error_fraction`` of the episodes failed.
         """
         parts: list[tuple[list[Group], RolloutStats]] = _get(list(refs))
         dealt = chain.from_iterable(zip_longest(*(groups for groups, _ in parts)))
@@ -188,10 +188,10 @@ class RolloutPool:
 
 
 def check_errors(groups: Sequence[Group], stats: RolloutStats, limit: float) -> None:
-    """UserError when a larger share than ``limit`` of the episodes ended in an error."""
+    """RunFailed when a larger share than ``limit`` of the episodes ended in an error."""
     if stats.errors > limit * stats.episodes:
         errors = (t.error for g in groups for t in g.trajectories if t.error is not None)
-        raise UserError(
+        raise RunFailed(
             f"{stats.errors} of {stats.episodes} episodes failed, more than "
             f"rollout.max_error_fraction={limit}; the first with "
             f"{next(errors, 'no text').splitlines()[0]}"

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from farhorizon.configs.errors import RunFailed
 from farhorizon.configs.schema import BenchConfig, LearnerConfig, RolloutConfig
 from farhorizon.envs import Message
 from farhorizon.envs.check import check_env
 from farhorizon.envs.types import StopReason
 from farhorizon.launch import bench, bench_task, cli
 from farhorizon.launch.bench_task import COMPLETIONS, GROUP_SIZE, GROUPS, PROMPT_TOKENS, Measurement
-from farhorizon.launch.interrupt import RunFailed
 from farhorizon.policy.tokenizer import ChatFormat
 from farhorizon.rl.types import UpdateResult
 from farhorizon.rollout.types import Group, Segment, Trajectory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.launch import cli
 
 
@@ -55,6 +56,21 @@ def test_ctrl_c_gives_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(cli._COMMANDS, "doctor", interrupted)
     assert cli.main(["doctor"]) == 130
+
+
+@pytest.mark.parametrize(("error", "code"), [(UserError("no"), 2), (RunFailed("no"), 1)])
+def test_a_mistake_gives_2_and_a_failure_1(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+) -> None:
+    def failing(arguments: object) -> int:
+        raise error
+
+    monkeypatch.setitem(cli._COMMANDS, "doctor", failing)
+    assert cli.main(["doctor"]) == code
+    assert capsys.readouterr().err == "farhorizon: no\n"
 
 
 def test_unknown_errors_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:

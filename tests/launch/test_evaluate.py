@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from farhorizon.configs.errors import UserError
+from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.load import dump_config, override_config
 from farhorizon.configs.schema import (
     EnvConfig,
@@ -23,7 +23,6 @@ from farhorizon.configs.schema import (
 )
 from farhorizon.envs.types import StopReason
 from farhorizon.launch.evaluate import evaluate, output_file, summarise
-from farhorizon.launch.interrupt import RunFailed
 from farhorizon.launch.origin import evaluation_defaults
 from farhorizon.rollout.types import Group, Segment, Trajectory
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from farhorizon.configs.errors import UserError
+from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.load import dump_config
 from farhorizon.configs.schema import AlgorithmConfig, EnvConfig, LearnerConfig, TrainConfig
 from farhorizon.envs.types import StopReason, Task
@@ -43,7 +43,7 @@ class Pool:
     def collect(self, refs: Sequence[Any]) -> tuple[list[Group], RolloutStats]:
         self.collected += 1
         if self.collected == self.failing:
-            raise UserError("9 of 9 episodes failed")
+            raise RunFailed("9 of 9 episodes failed")
         return [], RolloutStats()
 
     def sync(self, publication: None) -> None:
@@ -187,7 +187,7 @@ def test_a_failure_keeps_the_finished_steps(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = start(Pool(failing=3))
-    with pytest.raises(UserError, match="9 of 9 episodes failed"):
+    with pytest.raises(RunFailed, match="9 of 9 episodes failed"):
         train._play(job)
     found = newest(job.run.folder)
     assert found is not None and (found.state.step, found.state.tasks) == (2, 4)
@@ -219,7 +219,7 @@ def test_a_failure_before_the_first_step_leaves_no_run_behind(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = start(Pool(failing=1))
-    with pytest.raises(UserError):
+    with pytest.raises(RunFailed):
         train._play(job)
     assert newest(job.run.folder) is None
     assert capsys.readouterr().out.splitlines() == [

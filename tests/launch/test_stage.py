@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from farhorizon.configs.errors import UserError
+from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.load import PRESETS, dump_config, load_config
 from farhorizon.configs.schema import EnvConfig, LearnerConfig, Stage, StageConfig
 from farhorizon.envs import register
@@ -21,7 +21,6 @@ from farhorizon.envs.echo import Echo
 from farhorizon.envs.registry import tasks
 from farhorizon.launch import stage as stage_command
 from farhorizon.launch.fresh import starting_checkpoint
-from farhorizon.launch.interrupt import RunFailed
 from farhorizon.launch.stage import learning_rate, run_stages
 from farhorizon.launch.stage_record import StageRecorder, StageStep, Transition
 from farhorizon.policy import Policy, PolicyConfig

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from farhorizon.configs.errors import UserError
+from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.schema import EnvConfig, RolloutConfig
 from farhorizon.envs.types import Message, StopReason, Task
 from farhorizon.policy.checkpoint import load_checkpoint
@@ -182,7 +182,7 @@ def test_too_many_failed_episodes_stop_the_run() -> None:
     )
     check_errors(groups, stats, 0.3)
     with pytest.raises(
-        UserError,
+        RunFailed,
         match=r"3 of 10 episodes failed, more than rollout\.max_error_"
         r"fraction=0\.2; the first with RuntimeError: the sand",
     ):
