@@ -61,6 +61,7 @@ class Learner:
 
     def __init__(self) -> None:
         self.rates: list[float] = []
+        self.published: list[int] = []
 
     def set_lr(self, lr: float) -> None:
         self.rates.append(lr)
@@ -75,7 +76,7 @@ class Learner:
         return UpdateResult(metrics, self.version, skipped, "mix.weight")
 
     def publish(self) -> None:
-        pass
+        self.published.append(self.version)
 
     def save_policy(self, folder: Path, stage: Any) -> None:
         folder.mkdir()
@@ -143,6 +144,18 @@ def test_a_skipped_step_moves_neither_the_rate_nor_the_weights_of_the_rollout(
     train._loop(job)
     assert learner.rates == [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.5, 1.5]
     assert pool.synced == 6
+
+
+def test_nothing_is_published_after_a_skipped_step(start: Start) -> None:
+    """C14: the rollout side keeps the version it has."""
+    pool = Pool()
+    job = start(pool, steps=4)
+    learner: Any = job.learner
+    learner.skips = (2, 3)
+    train._loop(job)
+    assert learner.published == [1, 2] and pool.synced == 2
+    assert [row["train/version"] for row in job.recorder.rows] == [1, 1, 1, 2]
+    assert [row["train/update_skipped"] for row in job.recorder.rows] == [0, 1, 1, 0]
 
 
 def test_a_skipped_minibatch_is_told(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from farhorizon.configs.errors import UserError
+from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.load import load_config
 from farhorizon.configs.schema import EnvConfig, LearnerConfig, RolloutConfig, TrainConfig
 from farhorizon.launch.checkpoints import newest, scan
@@ -104,6 +104,7 @@ def test_rollout_and_learner_agree(finished: TrainConfig) -> None:
     for row in rows(finished)[1:]:
         assert row["learn/clip_fraction"] == 0.0
         assert row["learn/log_ratio_abs"] < 1e-5
+        assert row["learn/log_ratio_max"] < 1e-4
 
 
 def test_finished_run_says_so(finished: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,6 +197,54 @@ def test_steps_without_reward_variance_are_skipped_and_counted(
     assert row["train/groups_without_variance"] == row["train/groups"] == 4
     assert (row["train/update_skipped"], row["train/version"]) == (1, 0)
     assert "step 1: no group had reward variance" in capsys.readouterr().out
+
+
+FAULTY = """
+from farhorizon.envs import MessageEnv, register
+from fakes import EvenEnv
+
+
+class Faulty(EvenEnv):
+    def step(self, action):
+        if sum(map(ord, action)) % 5 == 0:
+            raise RuntimeError("the sandbox is gone")
+        return super().step(action)
+
+
+register("faulty-v0", Faulty)
+"""
+
+
+def test_steps_with_failing_environments_train_on_the_rest(
+    finished: TrainConfig, tmp_path: Path
+) -> None:
+    """C21: failed episodes have no reward, and neither stop the step nor the next one."""
+    plugin = tmp_path / "faulty_plugin.py"
+    plugin.write_text(FAULTY)
+    config = replace(
+        finished,
+        output=str(tmp_path / "faulty"),
+        env=EnvConfig(id="faulty-v0", plugins=(FAKES, str(plugin))),
+        steps=2,
+        eval_episodes=0,
+        rollout=replace(finished.rollout, env_retries=0, max_error_fraction=0.9),
+    )
+    assert train(config) == 0
+    for row in rows(config):
+        step = row["step"]
+        text = (Path(config.output) / "rollouts" / f"step-{step}.jsonl").read_text()
+        played = [json.loads(line) for line in text.splitlines()]
+        failed = [one for one in played if one["stop"] == "error"]
+        assert 0 < len(failed) < len(played) == 32
+        assert {one["reward"] for one in failed} == {None}
+        assert all("the sandbox is gone" in one["error"] for one in failed)
+        assert row["rollout/errors"] == row["learn/episodes_without_reward"] == len(failed)
+        rewards = [one["reward"] for one in played if one["reward"] is not None]
+        assert row["train/reward"] == sum(rewards) / len(rewards)
+        assert (row["train/update_skipped"], row["train/version"]) == (0, step)
+    strict = replace(config.rollout, max_error_fraction=0.0)
+    with pytest.raises(RunFailed, match=r"max_error_fraction=0.*RuntimeError: the sandbox is gone"):
+        train(replace(config, output=str(tmp_path / "strict"), rollout=strict))
 
 
 def test_evaluation_of_the_run(finished: TrainConfig) -> None:
