@@ -190,9 +190,10 @@ def _convert(
             _build(items[0], item, f"{key}.{i}", where, partial=partial)  # pyright: ignore[reportArgumentType]
             for i, item in enumerate(value)
         )
-    listed = get_origin(inner) is tuple and isinstance(value, list | tuple)
-    if inner is str or (listed and str in items):
-        for item in value if listed else (value,):
+    if inner is str:
+        _refuse_bare(value, key, where)
+    elif get_origin(inner) is tuple and str in items and isinstance(value, list | tuple):
+        for item in value:
             _refuse_bare(item, key, where)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), {name: value})

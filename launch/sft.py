@@ -8,9 +8,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
@@ -80,7 +80,7 @@ def train_ranks(config: SftConfig, parent: str, scratch: str) -> None:
         _end(ranks.processes)
 
 
-def _end(processes: Sequence[BaseProcess]) -> None:
+def _end(processes: Sequence[Any]) -> None:
     """End what still runs: a Ctrl-C has reached the ranks too, but a signal to this process alone
     has not. SIGINT first, on which they tidy up."""
     for patience, stop in ((2.0, signal.SIGINT), (5.0, signal.SIGTERM)):
@@ -88,7 +88,7 @@ def _end(processes: Sequence[BaseProcess]) -> None:
         for process in processes:
             process.join(max(deadline - time.monotonic(), 0))
         for process in processes:
-            if process.is_alive() and process.pid is not None:
+            if process.is_alive():
                 os.kill(process.pid, stop)
 
 
