@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .chunk import chunk_kda_torch
-from .naive import check_state, kda_gate, naive_kda, prepare, sequence_bounds
+from .naive import check_inputs, check_state, kda_gate, naive_kda, prepare, sequence_bounds
 
 __all__ = ["chunk_kda", "kda_gate", "naive_kda", "recurrent_kda"]
 
@@ -36,9 +36,34 @@ def chunk_kda(
     (B = 1). ``initial_state [N, H, K, V]``. Returns ``o [B, T, H, V]`` in v's dtype and the final
     state, fp32 or wider, or None. ``scale`` is ``K ** -0.5`` by default. Differentiable in every
     floating input. ``lower_bound`` is that of the gate in the kernel; a given log decay may be as
-    low as it likes. ValueError names a shape or ``cu_seqlens`` that does not fit, or a
-    ``lower_bound`` outside [-5, 0) (None is the unbounded gate).
+    low as it likes, except on a GPU in 16 bits (see below), where it becomes NaN below
+    ``lower_bound``. ValueError names a shape or ``cu_seqlens`` that does not fit, or a
+    ``lower_bound`` outside (-5.9, 0) (None is the unbounded gate).
+
+    On a GPU bf16 and fp16 inputs run in Triton kernels (in Gluon on Hopper at head size 128), with
+    head sizes 16 to 128 and fp32 sums, gates and states; everything else runs in plain torch.
     """
+    batch, length, _, width = q.shape
+    bounds = tuple(sequence_bounds(batch, length, cu_seqlens))
+    if v.is_cuda and v.dtype in (torch.bfloat16, torch.float16) and lower_bound and bounds[-1]:
+        from .fused import chunk_kda_fused
+        from .tables import Options
+
+        gate = use_gate_in_kernel
+        check_inputs(q, k, v, g, beta, A_log, dt_bias, gate, lower_bound)
+        check_state(initial_state, len(bounds) - 1, q, v)
+        options = Options(
+            bounds,
+            width**-0.5 if scale is None else scale,
+            lower_bound,
+            use_qk_l2norm_in_kernel,
+            gate,
+            use_beta_sigmoid_in_kernel,
+        )
+        rows = (x.flatten(0, 1) for x in (q, k, v, g, beta))
+        parameters = (A_log, dt_bias) if gate else (None, None)
+        out, final = chunk_kda_fused(*rows, *parameters, initial_state, output_final_state, options)
+        return out.view(v.shape), final
     qw, kw, vw, gw, bw = prepare(
         q,
         k,
@@ -53,8 +78,6 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         lower_bound=lower_bound,
     )
-    batch, length = q.shape[:2]
-    bounds = tuple(sequence_bounds(batch, length, cu_seqlens))
     check_state(initial_state, len(bounds) - 1, qw, vw)
     out, final = chunk_kda_torch(
         qw.flatten(0, 1),
@@ -64,7 +87,7 @@ def chunk_kda(
         bw.flatten(0, 1),
         initial_state,
         bounds,
-        bounded=use_gate_in_kernel and lower_bound is not None,
+        bounded=use_gate_in_kernel and lower_bound is not None and lower_bound >= -5.0,
     )
     return out.view(vw.shape).to(v.dtype), final if output_final_state else None
 

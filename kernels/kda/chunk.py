@@ -37,7 +37,7 @@ class ChunkTable:
     inverse: torch.Tensor
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=4)  # a large batch never comes again, and its tables are large
 @torch.inference_mode(False)  # also where the first use is in inference mode: training may follow
 def chunk_table(bounds: tuple[int, ...], heads: int, device: torch.device) -> ChunkTable:
     """The table of sequences that start and end at ``bounds`` (flattened token offsets)."""

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 
 from ..precision import widen
 
+LOWEST_BOUND = -5.9  # 15 steps of it span e^88.5, the range of fp32 and bf16
+
 
 def kda_gate(
     z: torch.Tensor,
@@ -51,13 +53,10 @@ def prepare(
     lower_bound: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Wide inputs of the bare recurrence: normalised and scaled q, k, v, log decay, beta."""
-    if lower_bound is not None and not -5.0 <= lower_bound < 0:
-        raise ValueError(f"lower_bound must lie in [-5, 0) or be None, got {lower_bound}")
-    check_shapes(q, k, v, g, beta)
+    check_inputs(q, k, v, g, beta, A_log, dt_bias, use_gate_in_kernel, lower_bound)
     q, k, v, beta = widen(q), widen(k), widen(v), widen(beta)
     if use_gate_in_kernel:
-        if A_log is None or dt_bias is None:
-            raise ValueError("use_gate_in_kernel=True needs A_log and dt_bias")
+        assert A_log is not None and dt_bias is not None
         g = kda_gate(g, A_log, dt_bias, lower_bound)
     else:
         g = widen(g)
@@ -69,17 +68,35 @@ def prepare(
     return q * (q.shape[-1] ** -0.5 if scale is None else scale), k, v, g, beta
 
 
-def check_shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+def check_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    a_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    gate: bool,
+    lower_bound: float | None,
 ) -> None:
-    """``q, k, g [B, T, H, K]``, ``v [B, T, H, V]``, ``beta [B, T, H]``; ValueError names the one
-    that does not fit."""
+    """ValueError names the argument that does not fit: ``q, k, g [B, T, H, K]``,
+    ``v [B, T, H, V]``, ``beta [B, T, H]``, ``A_log [H]`` and ``dt_bias [H * K]`` with the gate,
+    ``lower_bound`` in (-5.9, 0) or None."""
+    if lower_bound is not None and not LOWEST_BOUND < lower_bound < 0:
+        raise ValueError(f"lower_bound must lie in ({LOWEST_BOUND}, 0), got {lower_bound}")
     for name, x in (("k", k), ("g", g)):
         if x.shape != q.shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {tuple(q.shape)}")
     for name, shape in (("v", v.shape[:-1]), ("beta", beta.shape)):
         if shape != q.shape[:-1]:
             raise ValueError(f"{name} has shape {tuple(shape)}, expected {tuple(q.shape[:-1])}")
+    if gate:
+        if a_log is None or dt_bias is None:
+            raise ValueError("use_gate_in_kernel=True needs A_log and dt_bias")
+        heads, width = q.shape[2:]
+        for name, x, count in (("A_log", a_log, heads), ("dt_bias", dt_bias, heads * width)):
+            if tuple(x.shape) != (count,):
+                raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {(count,)}")
 
 
 def check_state(

@@ -1,0 +1,249 @@
+"""State passes of chunked KDA for Hopper, in Gluon; algebra and plain twin are in `triton_scan`.
+
+One warp copies the matrices of coming chunks into shared memory, four warps multiply. The state
+stays in registers as the left operand of every product.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def copy_chunks(descs, buffers, ready, free, line, token, column, count, STAGES: gl.constexpr):
+    """Fill the stages in turn with the six tiles of each chunk."""
+    kt_desc, qt_desc, kh_desc, inv_desc, att_desc, v_desc = descs
+    kt, qt, kh, inv, att, v = buffers
+    C: gl.constexpr = kt_desc.block_type.shape[0]
+    TILES: gl.constexpr = (
+        3 * kt_desc.block_type.nbytes + 2 * inv_desc.block_type.nbytes + v_desc.block_type.nbytes
+    )
+    for i in range(count):
+        stage = i % STAGES
+        mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
+        bar = ready.index(stage)
+        mbarrier.expect(bar, TILES)
+        row = line + i * C
+        tma.async_copy_global_to_shared(kt_desc, [row, 0], bar, kt.index(stage))
+        tma.async_copy_global_to_shared(v_desc, [token + i * C, column], bar, v.index(stage))
+        tma.async_copy_global_to_shared(inv_desc, [row, 0], bar, inv.index(stage))
+        tma.async_copy_global_to_shared(qt_desc, [row, 0], bar, qt.index(stage))
+        tma.async_copy_global_to_shared(att_desc, [row, 0], bar, att.index(stage))
+        tma.async_copy_global_to_shared(kh_desc, [row, 0], bar, kh.index(stage))
+
+
+@gluon.jit
+def run_chunks(
+    buffers,
+    ready,
+    free,
+    decay,
+    beta,
+    out,
+    initial,
+    final,
+    u_out,
+    h_desc,
+    h_row,
+    length,
+    count,
+    stride,
+    column,
+    edge,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    C: gl.constexpr,
+    INITIAL: gl.constexpr,
+    FINAL: gl.constexpr,
+    SAVE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The chain over one sequence's chunks for ``BV`` value columns."""
+    kt, qt, kh, inv, att, v = buffers
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    wide_left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
+    thin_left: gl.constexpr = gl.DotOperandLayout(0, thin, 2)
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BV, BV // 8], [4, 1], [1, 0])
+    work: gl.constexpr = kt.dtype
+    swap: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], work)
+    turned = gl.allocate_shared_memory(work, [C, BV], swap)
+    if SAVE:
+        u_turned = gl.allocate_shared_memory(work, [C, BV], swap)
+        h_tile = gl.allocate_shared_memory(work, [BV, K], h_desc.layout)
+    token = gl.arange(0, C, layout=gl.SliceLayout(0, thin))
+    channel = gl.arange(0, K, layout=gl.SliceLayout(0, wide))
+    value = gl.arange(0, BV, layout=gl.SliceLayout(1, wide))
+    place = edge + channel[None, :].to(gl.int64) * V + value[:, None]
+    if INITIAL:
+        state = gl.load(initial + place).to(gl.float32)
+    else:
+        state = gl.zeros([BV, K], gl.float32, wide)
+    out_row = gl.arange(0, C, layout=gl.SliceLayout(1, rows))
+    out_column = column + gl.arange(0, BV, layout=gl.SliceLayout(0, rows))
+    none = gl.zeros([BV, C], gl.float32, thin)
+    shrink = gl.load(decay + channel)
+    strength = gl.load(beta + token)
+    for i in range(count):
+        stage = i % STAGES
+        after = gl.minimum(i + 1, count - 1)
+        next_shrink = gl.load(decay + after * K + channel)
+        next_strength = gl.load(beta + after * C + token)
+        left = gl.convert_layout(state.to(work), wide_left)
+        thin_state = gl.convert_layout(left, gl.DotOperandLayout(0, thin, 2))
+        mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+        seen = warpgroup_mma(
+            thin_state, kt.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
+        )
+        o = warpgroup_mma(
+            thin_state, qt.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
+        )
+        v_turned = v.index(stage).permute((1, 0)).load(thin).to(gl.float32)
+        seen = warpgroup_mma_wait(1, deps=[seen])
+        x = (v_turned - seen) * strength[None, :]
+        x = gl.where((i * C + token < length)[None, :], x, 0.0)
+        u = warpgroup_mma(
+            gl.convert_layout(x.to(work), thin_left),
+            inv.index(stage).permute((1, 0)),
+            x,
+            is_async=True,
+        )
+        if SAVE:
+            tma.store_wait(0)
+            h_tile.store(state.to(work))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(h_desc, [h_row + i * V, 0], h_tile)
+        state = state * shrink[None, :]
+        u, o = warpgroup_mma_wait(0, deps=[u, o])
+        written = u.to(work)
+        u_left = gl.convert_layout(written, thin_left)
+        o = warpgroup_mma(u_left, att.index(stage).permute((1, 0)), o, is_async=True)
+        u_wide = gl.convert_layout(u_left, wide_left)
+        state = warpgroup_mma(u_wide, kh.index(stage), state, is_async=True)
+        if SAVE:
+            u_turned.permute((1, 0)).store(written)
+            u_place = (i * C + out_row).to(gl.int64)[:, None] * V + out_column[None, :]
+            gl.store(u_out + u_place, u_turned.load(rows))
+        o = warpgroup_mma_wait(1, deps=[o])
+        turned.permute((1, 0)).store(o.to(work))
+        o_place = (i * C + out_row).to(gl.int64)[:, None] * stride + out_column[None, :]
+        gl.store(
+            out + o_place,
+            turned.load(rows).to(out.dtype.element_ty),
+            mask=(i * C + out_row < length)[:, None],
+        )
+        state = warpgroup_mma_wait(0, deps=[state])
+        mbarrier.arrive(free.index(stage), count=1)
+        shrink = next_shrink
+        strength = next_strength
+    if FINAL:
+        gl.store(final + place, state)
+    if SAVE:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def scan_hopper_kernel(
+    kt_desc,
+    qt_desc,
+    kh_desc,
+    inv_desc,
+    att_desc,
+    v_desc,
+    h_desc,
+    decay,
+    beta,
+    out,
+    initial,
+    final,
+    u_out,
+    sequence_table,
+    chunks,
+    heads,
+    v_h,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    C: gl.constexpr,
+    INITIAL: gl.constexpr,
+    FINAL: gl.constexpr,
+    SAVE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """As `triton_scan.scan_kernel`; the same grid."""
+    head = gl.program_id(0) % heads
+    sequence = gl.program_id(0) // heads
+    column = gl.program_id(1) * BV
+    number = gl.load(sequence_table + 4 * sequence).to(gl.int64)
+    first = gl.load(sequence_table + 4 * sequence + 1)
+    start = gl.load(sequence_table + 4 * sequence + 2)
+    length = gl.load(sequence_table + 4 * sequence + 3)
+    count = gl.cdiv(length, C)
+    space = head.to(gl.int64) * chunks + first
+    line = (head * chunks + first) * C
+    kt = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, K], kt_desc.layout)
+    qt = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, K], kt_desc.layout)
+    kh = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, K], kt_desc.layout)
+    inv = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, C], inv_desc.layout)
+    att = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, C], inv_desc.layout)
+    v = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, BV], v_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(free.index(s), count=1)
+    fence_async_shared()
+    buffers = (kt, qt, kh, inv, att, v)
+    descs = (kt_desc, qt_desc, kh_desc, inv_desc, att_desc, v_desc)
+    edge = (number * heads + head) * K * V + column
+    out += (start.to(gl.int64) * heads + head) * V
+    if SAVE:
+        u_out += space * C * V
+    gl.warp_specialize(
+        [
+            (
+                run_chunks,
+                (
+                    buffers,
+                    ready,
+                    free,
+                    decay + space * K,
+                    beta + space * C,
+                    out,
+                    initial,
+                    final,
+                    u_out,
+                    h_desc,
+                    (head * chunks + first) * V + column,
+                    length,
+                    count,
+                    heads * V,
+                    column,
+                    edge,
+                    K,
+                    V,
+                    BV,
+                    C,
+                    INITIAL,
+                    FINAL,
+                    SAVE,
+                    STAGES,
+                ),
+            ),
+            (
+                copy_chunks,
+                (descs, buffers, ready, free, line, start, head * v_h + column, count, STAGES),
+            ),
+        ],
+        [1],
+        [24],
+    )

@@ -1,0 +1,85 @@
+"""What the passes of chunked KDA on the GPU share: where chunks lie, options, workspaces."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Where the chunks of packed sequences lie, on the device.
+
+    ``chunks`` [count, 2]: first token, tokens. ``sequences`` [N, 4]: number, first chunk, first
+    token, tokens; longest first, so that the last programs to run are short.
+    """
+
+    chunks: torch.Tensor
+    sequences: torch.Tensor
+
+
+@lru_cache(maxsize=4)
+@torch.inference_mode(False)
+def tables(bounds: tuple[int, ...], size: int, device: torch.device) -> Tables:
+    """The tables for chunks of ``size`` tokens of sequences that start and end at ``bounds``."""
+    edges = torch.tensor(bounds, dtype=torch.int64)
+    lengths = edges.diff()
+    counts = (lengths + size - 1) // size
+    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    row = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+    offset = (torch.arange(int(first[-1])) - first[row]) * size
+    chunks = torch.stack([edges[row] + offset, (lengths[row] - offset).clamp(max=size)], 1)
+    order = torch.argsort(counts, descending=True, stable=True)
+    sequences = torch.stack([order, first[order], edges[order], lengths[order]], 1)
+    return Tables(chunks.int().to(device), sequences.int().to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What does not change within one call."""
+
+    bounds: tuple[int, ...]
+    scale: float
+    bound: float
+    norm: bool
+    gate: bool
+    sigmoid: bool
+
+    @property
+    def size(self) -> int:
+        """Tokens a chunk: the most whose whole decay spans less than 2^250 at the bound."""
+        return 32 if self.bound >= -5.4 else 16
+
+    @property
+    def anchor(self) -> int:
+        """Half of that span, rounded up, in powers of two."""
+        return math.ceil(-self.bound * self.size / math.log(2) / 2)
+
+
+def blocks(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """All leading dimensions of ``x`` as one, read in blocks of ``rows`` by ``columns``."""
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, columns])
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Output of the first pass, ``[H, chunks, ...]`` each."""
+
+    kt: torch.Tensor
+    qt: torch.Tensor
+    kh: torch.Tensor
+    inv: torch.Tensor
+    att: torch.Tensor
+    decay: torch.Tensor
+    beta: torch.Tensor
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+
+    def descriptors(self) -> list[TensorDescriptor]:
+        """The five matrices as blocks of one chunk."""
+        matrices = (self.kt, self.qt, self.kh, self.inv, self.att)
+        return [blocks(x, x.shape[2], x.shape[3]) for x in matrices]

@@ -1,0 +1,227 @@
+"""The GPU kernels of KDA: in Triton's interpreter where there is no GPU, else compiled."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, below
+from triton.runtime import interpreter  # noqa: E402
+
+from farhorizon.kernels.kda import fused, naive_kda  # noqa: E402
+from farhorizon.kernels.kda.tables import Options  # noqa: E402
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+WIDTH = 64 if GPU else 16
+DEVICE = "cuda" if GPU else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter makes a loop bound of an array of one number, which NumPy 2.4 refuses."""
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
+def draw(
+    tokens: int, sequences: int, *, seed: int = 0, shift: float = 0.0, heads: int = 2
+) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=gen, dtype=torch.float64)
+
+    q, k, v, g = (normal(tokens, heads, WIDTH) for _ in range(4))
+    rest = (normal(tokens, heads), normal(heads) * 0.3, normal(heads * WIDTH))
+    return [q, k, v, g + shift, *rest, normal(sequences, heads, WIDTH, WIDTH) * 0.3]
+
+
+def run(inputs: list[torch.Tensor], options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and final states in fp32 arithmetic."""
+    q, k, v, g, beta, a_log, dt_bias, initial = inputs
+    parameters = (a_log, dt_bias) if options.gate else (None, None)
+    out, final = fused.ChunkKda.apply(q, k, v, g, beta, *parameters, initial, True, options)
+    return out, final
+
+
+def choose(bounds: tuple[int, ...], bound: float = -5.0, **flags: bool) -> Options:
+    modes = {"norm": True, "gate": True, "sigmoid": True} | flags
+    return Options(bounds, WIDTH**-0.5, bound, **modes)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.detach().double().cpu() - b.detach()).norm() / b.detach().norm())
+
+
+@pytest.mark.parametrize(
+    ("bounds", "bound", "flags", "shift"),
+    [
+        ((0, 70), -5.0, {}, 0.0),
+        ((0, 33, 33, 34, 66), -5.0, {}, 0.0),
+        ((0, 40), -5.8, {}, 6.0),  # chunks of 16
+        ((0, 64), -5.0, {}, -30.0),  # no decay
+        ((0, 40), -5.0, {"gate": False}, 0.0),
+        ((0, 40), -5.0, {"norm": False, "sigmoid": False}, 0.0),
+        ((0, 1), -5.0, {}, 0.0),
+    ],
+)
+def test_outputs_states_and_gradients_are_those_of_the_recurrence(
+    bounds: tuple[int, ...], bound: float, flags: dict[str, bool], shift: float
+) -> None:
+    options = choose(bounds, bound, **flags)
+    inputs = draw(bounds[-1], len(bounds) - 1, shift=shift)
+    if not options.gate:
+        inputs[3] = -5 * torch.rand_like(inputs[3])
+    if not options.norm:
+        inputs[0], inputs[1] = (torch.nn.functional.normalize(x, dim=-1) for x in inputs[:2])
+    if not options.sigmoid:
+        inputs[4] = inputs[4].sigmoid()
+        inputs[4][::3] = 0.0
+    wide = [x.clone().requires_grad_() for x in inputs]
+    narrow = [x.float().to(DEVICE).requires_grad_() for x in inputs]
+    q, k, v, g, beta, a_log, dt_bias, initial = wide
+    out, final = naive_kda(
+        q[None],
+        k[None],
+        v[None],
+        g[None],
+        beta[None],
+        A_log=a_log,
+        dt_bias=dt_bias,
+        initial_state=initial,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=options.norm,
+        use_gate_in_kernel=options.gate,
+        use_beta_sigmoid_in_kernel=options.sigmoid,
+        lower_bound=bound,
+        cu_seqlens=torch.tensor(bounds),
+    )
+    assert final is not None
+    d_out, d_final = torch.randn_like(out[0]), torch.randn_like(final)
+    torch.autograd.backward([out[0], final], [d_out, d_final])
+    found, found_final = run(narrow, options)
+    torch.autograd.backward([found, found_final], [x.float().to(DEVICE) for x in (d_out, d_final)])
+    assert relative(found, out[0]) < 1e-5
+    assert relative(found_final, final) < 1e-5
+    for name, a, b in zip(NAMES, narrow, wide, strict=True):
+        if b.grad is not None and float(b.grad.norm()) > 1e-12:
+            assert a.grad is not None
+            assert relative(a.grad, b.grad) < 2e-4, name
+
+
+def test_constant_decay_at_the_bound_has_an_exact_gradient() -> None:
+    """All log decays -5: what cancels between neighbours must cancel exactly."""
+    inputs = draw(64, 1)
+    inputs[3] = torch.full_like(inputs[3], -5.0)
+    options = choose((0, 64), gate=False)
+    wide = [x.clone().requires_grad_() for x in inputs]
+    narrow = [x.float().to(DEVICE).requires_grad_() for x in inputs]
+    out, _ = naive_kda(
+        *(x[None] for x in wide[:5]),
+        initial_state=wide[7],
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+    )
+    d_out = torch.randn_like(out[0])
+    out[0].backward(d_out)
+    run(narrow, options)[0].backward(d_out.float().to(DEVICE))
+    assert wide[3].grad is not None and narrow[3].grad is not None
+    assert relative(narrow[3].grad, wide[3].grad) < 1e-4
+
+
+def test_what_follows_changes_no_bit_of_what_came_before() -> None:
+    inputs = [x.float().to(DEVICE) for x in draw(75, 1)]
+    changed = [x.clone() for x in inputs]
+    for x in changed[:5]:
+        x[41:] = torch.randn_like(x[41:])
+    whole, short, other = (
+        [x.clone().requires_grad_() for x in xs]
+        for xs in (inputs, [x[:41] if len(x) == 75 else x for x in inputs], changed)
+    )
+    outs = []
+    for xs, tokens in ((whole, 75), (short, 41), (other, 75)):
+        out, _ = run(xs, choose((0, tokens)))
+        out[:41].square().sum().backward()
+        outs.append(out[:41])
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    for name, a, b, c in zip(NAMES[:5], whole, short, other, strict=False):
+        assert a.grad is not None and b.grad is not None and c.grad is not None
+        assert torch.equal(a.grad[:41], b.grad[:41]), name
+        assert torch.equal(a.grad[:41], c.grad[:41]), name
+
+
+def test_a_neighbour_full_of_nan_does_not_leak() -> None:
+    inputs = [x.float().to(DEVICE) for x in draw(80, 3)]
+    bounds = (0, 30, 45, 80)
+    alone = [x[45:] if len(x) == 80 else x for x in inputs]
+    alone[7] = inputs[7][2:]
+    poisoned = [x.clone() for x in inputs]
+    for x in poisoned[:5]:
+        x[30:45] = float("nan")
+    poisoned[7][1] = float("nan")
+    a = [x.requires_grad_() for x in poisoned]
+    b = [x.clone().requires_grad_() for x in alone]
+    out, final = run(a, choose(bounds))
+    expected, expected_final = run(b, choose((0, 35)))
+    assert torch.equal(out[45:], expected)
+    assert torch.equal(final[2], expected_final[0])
+    out[45:].sum().backward()
+    expected.sum().backward()
+    for name, x, y in zip(NAMES[:5], a, b, strict=False):
+        assert x.grad is not None and y.grad is not None
+        assert torch.equal(x.grad[45:], y.grad), name
+
+
+def test_equal_keys_with_full_strength_stay_accurate() -> None:
+    inputs = draw(96, 1, shift=-30.0)
+    inputs[1] = inputs[1][:1].expand_as(inputs[1]).clone()
+    inputs[4] = inputs[4] + 8.0
+    out, _ = run([x.float().to(DEVICE) for x in inputs], choose((0, 96)))
+    expected, _ = naive_kda(
+        *(x[None] for x in inputs[:5]),
+        A_log=inputs[5],
+        dt_bias=inputs[6],
+        initial_state=inputs[7],
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+    )
+    assert relative(out, expected[0]) < 1e-4
+
+
+def test_a_decay_beyond_the_bound_is_seen() -> None:
+    inputs = [x.float().to(DEVICE) for x in draw(8, 1)]
+    inputs[3] = torch.full_like(inputs[3], -1.0)
+    inputs[3][5, 0, 0] = -5.5
+    out, _ = run(inputs, choose((0, 8), gate=False))
+    assert bool(out[5:, 0].isnan().all()) and not bool(out[:, 1].isnan().any())
+
+
+def test_strided_inputs_are_read_where_they_are() -> None:
+    inputs = [x.float().to(DEVICE) for x in draw(20, 1)]
+    packed = torch.stack(inputs[:3], 1)  # [T, 3, H, K]
+    strided = [*packed.unbind(1), *inputs[3:]]
+    assert not strided[0].is_contiguous()
+    assert torch.equal(run(strided, choose((0, 20)))[0], run(inputs, choose((0, 20)))[0])
+
+
+def test_a_head_size_the_kernels_do_not_take_is_named() -> None:
+    x = torch.zeros(4, 1, 48)
+    with pytest.raises(
+        ValueError, match="q has head size 48; on GPU it must be one of 16, 32, 64, 128"
+    ):
+        fused.chunk_kda_fused(
+            x, x, x, x, x[..., 0], None, None, None, False, choose((0, 4), gate=False)
+        )

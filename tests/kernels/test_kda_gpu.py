@@ -1,0 +1,143 @@
+"""KDA on the GPU in 16 bits, through the public function: accuracy, invariance, determinism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from farhorizon.kernels.kda import chunk_kda, naive_kda
+
+pytestmark = pytest.mark.gpu
+
+FLAGS: dict[str, Any] = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_gate_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+}
+NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+# Relative error allowed against fp64 on the same 16-bit inputs.
+ALLOWED = {"q": 5e-3, "k": 5e-3, "v": 5e-3, "g": 6e-3, "beta": 6e-3, "A_log": 2e-2, "dt_bias": 6e-3}
+
+
+def draw(
+    tokens: int, heads: int, *, width: int = 128, seed: int = 0, shift: float = 0.0
+) -> dict[str, torch.Tensor]:
+    gen = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=gen, device="cuda")
+
+    found = {name: normal(1, tokens, heads, width).bfloat16() for name in ("q", "k", "v", "g")}
+    found["g"] = found["g"] + shift
+    found["beta"] = normal(1, tokens, heads).bfloat16()
+    found["A_log"], found["dt_bias"] = normal(heads) * 0.3, normal(heads * width)
+    return found
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm())
+
+
+@pytest.mark.parametrize("shift", [0.0, 6.0, -6.0])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(128, "bfloat16"), (64, "bfloat16"), (128, "float16")]
+)
+def test_errors_stay_below_those_of_the_16_bit_inputs(shift: float, width: int, dtype: str) -> None:
+    bounds = torch.tensor([0, 65, 65, 66, 300])
+    inputs = draw(300, 2, width=width, shift=shift)
+    if dtype == "float16":
+        inputs = {n: x.half() if x.dtype == torch.bfloat16 else x for n, x in inputs.items()}
+    state = torch.randn(4, 2, width, width, device="cuda") * 0.3
+    narrow = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    wide = {name: x.double().requires_grad_() for name, x in inputs.items()}
+    s, t = state.clone().requires_grad_(), state.double().requires_grad_()
+    rest: dict[str, Any] = {"cu_seqlens": bounds, "output_final_state": True, **FLAGS}
+    out, final = chunk_kda(**narrow, initial_state=s, **rest)
+    expected, expected_final = naive_kda(**wide, initial_state=t, **rest)
+    assert final is not None and expected_final is not None and final.dtype == torch.float32
+    d_out, d_final = torch.randn_like(out), torch.randn_like(final) * 0.1
+    torch.autograd.backward([out, final], [d_out, d_final])
+    torch.autograd.backward([expected, expected_final], [d_out.double(), d_final.double()])
+    assert relative(out, expected) < 4e-3
+    assert relative(final, expected_final) < 4e-3
+    assert s.grad is not None and t.grad is not None and relative(s.grad, t.grad) < 5e-3
+    for name in NAMES:
+        a, b = narrow[name].grad, wide[name].grad
+        assert a is not None and b is not None
+        assert relative(a, b) < ALLOWED[name], name
+
+
+def test_gate_gradient_at_the_bound() -> None:
+    inputs = draw(256, 2)
+    inputs["g"] = torch.full_like(inputs["g"], -5.0)
+    given = {name: inputs[name] for name in ("q", "k", "v", "g", "beta")}
+    flags = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    narrow = {name: x.clone().requires_grad_() for name, x in given.items()}
+    wide = {name: x.double().requires_grad_() for name, x in given.items()}
+    out, expected = chunk_kda(**narrow, **flags)[0], naive_kda(**wide, **flags)[0]
+    d_out = torch.randn_like(out)
+    out.backward(d_out)
+    expected.backward(d_out.double())
+    assert narrow["g"].grad is not None and wide["g"].grad is not None
+    assert relative(narrow["g"].grad, wide["g"].grad) < 5e-3
+
+
+def test_a_sequence_has_the_same_bits_alone_packed_and_with_more_after_it() -> None:
+    inputs = draw(700, 4)
+    tokens = ("q", "k", "v", "g", "beta")
+
+    def part(start: int, end: int) -> dict[str, torch.Tensor]:
+        return {n: (x[:, start:end] if n in tokens else x) for n, x in inputs.items()}
+
+    def gradients(start: int, end: int, bounds: list[int], sequence: int) -> list[torch.Tensor]:
+        leaves = {n: x.clone().requires_grad_() for n, x in part(start, end).items()}
+        out, _ = chunk_kda(**leaves, cu_seqlens=torch.tensor(bounds), **FLAGS)
+        a, b = bounds[sequence], bounds[sequence] + 90
+        out[:, a:b].float().square().sum().backward()
+        found = [out[:, a:b].detach()]
+        for name in tokens:
+            grad = leaves[name].grad
+            assert grad is not None
+            found.append(grad[:, a:b])
+        return found
+
+    alone = gradients(210, 300, [0, 90], 0)
+    for other in (
+        gradients(0, 700, [0, 210, 300, 700], 1),
+        gradients(210, 400, [0, 190], 0),  # tokens appended
+        gradients(0, 700, [0, 210, 700], 1),
+    ):
+        for name, a, b in zip(("out", *tokens), alone, other, strict=True):
+            assert torch.equal(a, b), name
+
+
+def test_repeats_have_the_same_bits() -> None:
+    inputs = {n: x.requires_grad_() for n, x in draw(2000, 16).items()}
+    first: list[torch.Tensor] = []
+    for _ in range(100):
+        out, _ = chunk_kda(**inputs, cu_seqlens=torch.tensor([0, 700, 2000]), **FLAGS)
+        found = [out, *torch.autograd.grad(out.float().square().sum(), list(inputs.values()))]
+        first = first or found
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+def test_pieces_with_carried_state_have_the_bits_of_one_pass() -> None:
+    inputs = draw(320, 4)
+    whole, final = chunk_kda(**inputs, output_final_state=True, **FLAGS)
+    state, outs = None, []
+    for start, end in ((0, 64), (64, 192), (192, 320)):
+        piece = {n: (x[:, start:end] if x.dim() > 2 else x) for n, x in inputs.items()}
+        out, state = chunk_kda(**piece, initial_state=state, output_final_state=True, **FLAGS)
+        outs.append(out)
+    assert final is not None and state is not None
+    assert torch.equal(torch.cat(outs, 1), whole) and torch.equal(state, final)
+
+
+def test_batched_rows_equal_packed_sequences() -> None:
+    inputs = draw(256, 2)
+    batched = {n: (x.view(2, 128, *x.shape[2:]) if x.dim() > 2 else x) for n, x in inputs.items()}
+    out, _ = chunk_kda(**batched, **FLAGS)
+    packed, _ = chunk_kda(**inputs, cu_seqlens=torch.tensor([0, 128, 256]), **FLAGS)
+    assert torch.equal(out.view_as(packed), packed)
