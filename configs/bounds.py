@@ -113,6 +113,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "runs": _ONE,
         "rollout.temperature": _POSITIVE,
     },
+    schema.KdaBenchConfig: {"seed": _SEED, "repeats": _ONE},
 }
 
 

@@ -189,3 +189,14 @@ class BenchConfig:
         default_factory=lambda: RolloutConfig(actors=2, max_turn_tokens=128)
     )
     learner: LearnerConfig = field(default_factory=lambda: LearnerConfig(ranks=2, lr=1e-3))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KdaBenchConfig:
+    """KDA on this GPU beside other implementations that are installed."""
+
+    shapes: tuple[str, ...] = ("8192x32", "8192x64", "8192x96", "65536x32")  # TOKENSxHEADS
+    repeats: int = 30  # replays behind each median
+    peers: bool = True  # measure flash-linear-attention and FlashKDA where installed
+    seed: int = 0
+    output: str | None = None  # file that gets one JSON line

@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--policy", help="checkpoint or run folder; default: the env's expert")
     _add_overrides(command)
     command = commands.add_parser("bench", help="speed beside that of another tool")
-    command.add_argument("name", metavar="NAME", help="grpo: one RL step beside TRL's")
+    command.add_argument(
+        "name", metavar="NAME", help="grpo: an RL step beside TRL's; kda: kernels on a GPU"
+    )
     _add_overrides(command)
     commands.add_parser("doctor", help="versions, devices, Ray and disk of this machine")
     return parser
@@ -140,8 +142,12 @@ def _play(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     from ..configs.load import override_config
-    from ..configs.schema import BenchConfig
+    from ..configs.schema import BenchConfig, KdaBenchConfig
 
+    if arguments.name == "kda":
+        from .bench_kda import bench_kda
+
+        return bench_kda(override_config(KdaBenchConfig(), arguments.overrides))
     # Not from nothing: rollout and learner have defaults of their own here.
     config = override_config(BenchConfig(), arguments.overrides)
     from .bench import bench

@@ -46,7 +46,8 @@ def test_commands_are_understood(line: str) -> None:
         if "/" not in arguments.config:  # else a file of the reader's
             assert load_config(SCHEMAS[name], arguments.config, arguments.overrides)
     elif name == "bench":
-        assert override_config(schema.BenchConfig(), arguments.overrides)
+        defaults = schema.KdaBenchConfig() if arguments.name == "kda" else schema.BenchConfig()
+        assert override_config(defaults, arguments.overrides)
     elif name != "doctor":
         check_overrides(SCHEMAS[name], arguments.overrides)
 

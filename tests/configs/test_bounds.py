@@ -10,6 +10,7 @@ from farhorizon.configs.load import load_config, override_config
 from farhorizon.configs.schema import (
     BenchConfig,
     EvalConfig,
+    KdaBenchConfig,
     PlayConfig,
     SftConfig,
     StageConfig,
@@ -19,6 +20,7 @@ from farhorizon.configs.schema import (
 ENV = ["env.id=echo-v0"]
 BASE = {
     BenchConfig: [],
+    KdaBenchConfig: [],
     EvalConfig: ENV,
     PlayConfig: ENV,
     SftConfig: ["policy=p", "context=8", *ENV],
@@ -84,6 +86,7 @@ def test_defaults_are_within_bounds(schema: type) -> None:
         (StageConfig, "episode_fraction=1.5", "episode_fraction=1.5 must be between 0 and 1"),
         (SftConfig, "lr=inf", "lr=inf must be finite and above 0"),
         (BenchConfig, "steps=0", "steps=0 must be at least 1"),
+        (KdaBenchConfig, "repeats=0", "repeats=0 must be at least 1"),
         (BenchConfig, "rollout.temperature=0", "rollout.temperature=0.0 must be above 0"),
     ],
 )

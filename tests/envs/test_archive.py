@@ -144,7 +144,9 @@ def test_invalid_actions_end_the_episode_with_zero(actions: list[str]) -> None:
     assert not any(over for _, _, over, _, _ in results[:-1])
 
 
-@pytest.mark.parametrize("action", ["next", "note get xml", "answer nowhere", "answer get nowhere", "what"])
+@pytest.mark.parametrize(
+    "action", ["next", "note get xml", "answer nowhere", "answer get nowhere", "what"]
+)
 def test_only_the_right_answer_is_rewarded_at_the_question(action: str) -> None:
     env = archive(pages=4)
     reach_question(env, 0)
@@ -294,7 +296,9 @@ def test_full_style_can_be_read() -> None:
     env = archive(pages=4, style="full")
     texts, total = play_expert(env, 0)
     assert total == 1.0
-    assert "4 pages" in texts[0] and "note NAME PLACE" in texts[0] and "answer NAME PLACE" in texts[0]
+    assert (
+        "4 pages" in texts[0] and "note NAME PLACE" in texts[0] and "answer NAME PLACE" in texts[0]
+    )
     assert texts[2].startswith("Page 1 of 4\n") and len(texts[2].splitlines()) == 3
     starred = next(text for text in texts if "\n* " in text)
     assert any(kind in starred for kind in ("* def ", "* class "))

@@ -93,12 +93,15 @@ def test_wrong_updates_are_no_measurement() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nosuch"], "bench nosuch: no such benchmark; known: grpo"),
+        (["nosuch"], "bench nosuch: no such benchmark; known: grpo, kda"),
         (["grpo", "runs=0"], "runs=0 must be at least 1"),
         (["grpo", "step=2"], "unknown key step on the command line; did you mean steps?"),
         (["grpo", "learner.minibatches=2"], "learner.minibatches must be 1"),
         (["grpo", "learner.decay=0.5"], "learner.decay=0.5 would have no effect"),
         (["grpo", "rollout.keep_states=true"], "rollout.keep_states=true would have no effect"),
+        (["kda", "repeats=0"], "repeats=0 must be at least 1"),
+        (["kda", "shapes=[8192]"], "shapes on the command line: 8192 is a number"),
+        (["kda", "shapes=['8192']"], "shapes: '8192' is not TOKENSxHEADS"),
     ],
 )
 def test_mistakes_are_one_line(
