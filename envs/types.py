@@ -11,11 +11,48 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the policy makes, e.g. ``ToolCall("search", {"query": "kda", "limit": 3})``.
+
+    ``arguments`` are JSON values by name; a string is the raw text of a call whose arguments could
+    not be read as a JSON object.
+    """
+
+    tool: str
+    arguments: Mapping[str, Any] | str = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message, e.g. ``Message("tool", "json dumps loads")``."""
+    """One chat message, e.g. ``Message("tool", "json dumps loads")``.
+
+    What only some messages have: ``name`` of a speaker; ``type`` of a system message that
+    `farhorizon.envs.messages` makes, such as a tool declaration; ``thinking`` and ``calls`` of an
+    assistant; ``tool`` and ``index`` of a tool result, which is the answer to the call of that
+    number (from 1) in the assistant message before it. Raises ValueError where they stand
+    elsewhere.
+    """
 
     role: Role
     content: str
+    name: str = ""
+    type: str = ""
+    tool: str = ""
+    index: int = 0
+    thinking: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.thinking or self.calls) and self.role != "assistant":
+            raise ValueError(f"a {self.role} message has no thinking and no calls")
+        if (self.tool or self.index) and self.role != "tool":
+            raise ValueError(f"a {self.role} message has no tool and no index")
+        if bool(self.tool) != (self.index > 0):
+            raise ValueError("a tool result has both tool and index (1 or more), or neither")
+        if self.type and self.role != "system":
+            raise ValueError(f"a {self.role} message has no type")
+        if self.name and self.role == "tool":
+            raise ValueError("a tool message has no name")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,109 @@
+"""System messages with a fixed wording, which the published format knows by their type.
+
+``conversation`` puts them around the messages of a request in the published order. A tool
+declaration is an ordinary message: an environment may show one in ``reset`` or in a later step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from .types import Message, ToolCall
+
+Tools = Sequence[Mapping[str, Any]]
+Effort = Literal["low", "medium", "high", "max"]
+ToolChoice = Literal["auto", "none", "required"]
+
+_DECLARED = "# Tools\nHere are the available tools, described in JSONSchema.\n\n"
+_ADDED = (
+    "## New Tools Available\n"
+    "The system dynamically extends the toolset via lazy-loading.\n"
+    "You have access to all existing and extended tools.\n"
+    "Here are the specs for the extended tools.\n\n"
+)
+_FENCE, _END_OF_FENCE = "```json\n", "\n```"
+_EFFORT = (
+    "`thinking_effort` guides on how much to think in your thinking channel (not including the "
+    "response channel), supported values include `low`, `medium`, `high`, and `max`.\n"
+    "Now the system is invoked with `thinking_effort={}`."
+)
+_CHOICE = {
+    "none": "You MUST NOT call any tools in the next message.",
+    "required": "You MUST call tools in the next message.",
+}
+_RAW_JSON = (
+    "Your response must be raw JSON data without markdown code blocks (```json) or any additional "
+    "formatting."
+)
+
+
+def declare_tools(tools: Tools, added: bool = False) -> Message:
+    """The tools that may be called, as JSON schemas; ``added``: besides those declared before."""
+    text = _ADDED if added else _DECLARED
+    return Message("system", f"{text}{_fenced(list(tools))}", type="tool-declare")
+
+
+def declared_tools(message: Message) -> list[dict[str, Any]]:
+    """What `declare_tools` was given; empty for other messages."""
+    if message.type != "tool-declare":
+        return []
+    return json.loads(message.content.partition(_FENCE)[2].removesuffix(_END_OF_FENCE))
+
+
+def thinking_effort(effort: Effort) -> Message:
+    """How much to think."""
+    if effort not in ("low", "medium", "high", "max"):
+        raise ValueError(f"thinking effort {effort!r} is none of low, medium, high, max")
+    return Message("system", _EFFORT.format(effort), type="thinking-effort")
+
+
+def tool_choice(choice: Literal["none", "required"]) -> Message:
+    """Whether the next message must or must not call tools."""
+    if choice not in _CHOICE:
+        raise ValueError(f"tool choice {choice!r} is none of none, required")
+    text = f"The system is invoked with `tool_choice={choice}`.\n{_CHOICE[choice]}"
+    return Message("system", text, type="tool-choice")
+
+
+def response_format(schema: Mapping[str, Any] | None = None) -> Message:
+    """The next response must be a JSON object; with ``schema``, one that fits it."""
+    kind = "json_object" if schema is None else "json_schema"
+    text = f"The system is invoked with `response_format={kind}`.\n{_RAW_JSON}"
+    if schema is not None:
+        text += f"\nThe JSON data must match the following schema:\n{_fenced(schema)}"
+    return Message("system", text, type="response-format")
+
+
+def conversation(
+    messages: Iterable[Message],
+    *,
+    tools: Tools = (),
+    effort: Effort | None = None,
+    choice: ToolChoice = "auto",
+    response: Message | None = None,
+) -> list[Message]:
+    """A whole request: tools and effort before ``messages``, options of the next message after.
+
+    ``response`` is what `response_format` made.
+    """
+    before = [declare_tools(tools)] if tools else []
+    before += [thinking_effort(effort)] if effort is not None else []
+    after = [tool_choice(choice)] if choice != "auto" else []
+    after += [response] if response is not None else []
+    return [*before, *messages, *after]
+
+
+def tool_results(calls: Sequence[ToolCall], answers: Sequence[str]) -> tuple[Message, ...]:
+    """One tool message for each of ``calls``, in their order."""
+    return tuple(
+        Message("tool", answer, tool=call.tool, index=number)
+        for number, (call, answer) in enumerate(zip(calls, answers, strict=True), 1)
+    )
+
+
+def _fenced(value: Any) -> str:
+    """Compact JSON with sorted keys, so that equal declarations are equal tokens."""
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return f"{_FENCE}{text}{_END_OF_FENCE}"
