@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 from typing import Any
 
 from transformers import PretrainedConfig
+
+from .published import VISION, Published, stores_mxfp4, text_fields
 
 # Whole numbers that may be 0; all others count something that must be there.
 _MAY_BE_ZERO = (
@@ -31,7 +35,10 @@ class PolicyConfig(PretrainedConfig):
     ``linear_attn_config`` holds ``num_heads, head_dim, short_conv_kernel_size, use_full_rank_gate,
     gate_lower_bound`` and the 1-indexed lists ``kda_layers`` and ``full_attn_layers``.
     ``gate_lower_bound`` None selects the unbounded gate of Kimi-Linear. ``attn_res_block_size``
-    counts transformer layers. Unknown fields are kept and written back.
+    counts transformer layers.
+
+    `from_dict` also reads the file of a policy with a vision tower, where these fields are nested;
+    `to_dict` gives back the file as it was read, unknown fields included, but for what was changed.
     """
 
     model_type = "kimi_linear"
@@ -66,6 +73,7 @@ class PolicyConfig(PretrainedConfig):
     use_grouped_topk: bool = True
     num_expert_group: int = 1
     topk_group: int = 1
+    topk_method: str = "noaux_tc"
     hidden_act: str = "silu"
     activation_situ_beta: float = 4.0
     activation_situ_linear_beta: float = 25.0
@@ -77,6 +85,8 @@ class PolicyConfig(PretrainedConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | None = None
+
+    _published = None  # the file it was read from, a `Published`
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -122,12 +132,60 @@ class PolicyConfig(PretrainedConfig):
             "mla_use_nope": not self.mla_use_nope,
             "hidden_act": self.hidden_act not in ("situ", "silu"),
             "num_expert_group": self.num_expert_group != 1,
+            "topk_method": self.topk_method != "noaux_tc",
             "tie_word_embeddings": self.tie_word_embeddings,
             "num_experts_per_token": not 1 <= self.num_experts_per_token <= self.num_experts,
         }
         for name, wrong in unsupported.items():
             if wrong:
                 raise ValueError(f"config.json: {name}={getattr(self, name)!r} is not supported")
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override] - always of this class
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
+    ) -> Any:
+        """The configuration of a folder; as transformers does it, but a nested file stays whole."""
+        fields, rest = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return cls.from_dict(fields, **rest)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The configuration of a published file, flat or nested; ValueError names a wrong field."""
+        made = super().from_dict(text_fields(config_dict), **kwargs)
+        config: PolicyConfig = made[0] if isinstance(made, tuple) else made
+        config._published = Published(copy.deepcopy(config_dict), config._values())
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that ``config.json`` says, in the layout that it was read in."""
+        values = self._values()
+        return values if self._published is None else self._published.rewritten(values)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """`to_dict`: a file that leaves out what is default here would depend on the reader."""
+        return self.to_dict()
+
+    def _values(self) -> dict[str, Any]:
+        values = super().to_dict()
+        values.pop("_published", None)
+        if values.get("id2label"):  # of transformers' own; JSON knows no other keys than text
+            values["id2label"] = {str(key): label for key, label in values["id2label"].items()}
+        return values
+
+    @property
+    def nested(self) -> bool:
+        """Whether files hold the text policy beside a vision tower: names have a prefix then."""
+        return self._published is not None and self._published.nested
+
+    @property
+    def vision(self) -> dict[str, Any] | None:
+        """Configuration of the vision tower; None in a text-only policy."""
+        return None if self._published is None else self._published.source.get(VISION)
+
+    @property
+    def stores_mxfp4(self) -> bool:
+        """Whether the file that this was read from says that routed experts are packed."""
+        return self._published is not None and stores_mxfp4(self._published.source)
 
     @property
     def latent_norm_eps(self) -> float:

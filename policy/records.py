@@ -9,6 +9,7 @@ from typing import Any
 
 from ..configs.errors import UserError
 from .config import PolicyConfig
+from .published import text_fields
 
 STAGE_FILE = "stage.json"
 
@@ -69,22 +70,24 @@ def read_config(folder: str | Path) -> PolicyConfig:
     file = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise UserError(f"{folder}: no such checkpoint folder")
-    fields = read_json(file)
-    fields = fields.get("text_config", fields)
-    if "quantization_config" in fields:
-        raise UserError(f"{file}: quantised weights are not supported; convert them to bfloat16")
-    missing = missing_fields(fields)
-    if missing:
-        raise UserError(f"{file}: missing {listed(missing)}")
+    return parse_config(file, read_json(file))
+
+
+def parse_config(file: Path, fields: dict[str, Any]) -> PolicyConfig:
+    """The configuration that ``fields``, the content of ``file``, describe."""
     try:
-        return PolicyConfig.from_dict(fields)
+        missing = missing_fields(text_fields(fields))
+        config = None if missing else PolicyConfig.from_dict(fields)
     except (ValueError, TypeError, KeyError) as error:
         message = one_line(error).removeprefix("config.json: ")
         raise UserError(f"{file}: {message}") from None
+    if config is None:
+        raise UserError(f"{file}: missing {listed(missing)}")
+    return config
 
 
 def missing_fields(fields: dict[str, Any]) -> list[str]:
-    """What a ``config.json`` leaves open that changes the size or the function of the policy."""
+    """What text fields leave open that changes the size or the function of the policy."""
     situ = fields.get("hidden_act") == "situ"
     needed = (*_REQUIRED_FIELDS, *(_REQUIRED_WITH_SITU if situ else ()))
     missing = [name for name in needed if fields.get(name) is None]

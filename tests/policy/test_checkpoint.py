@@ -184,7 +184,13 @@ def write_config(folder: Path, fields: dict[str, Any]) -> Path:
 # uses, and the epsilon that published checkpoints leave out.
 OPTIONAL = {
     *("mla_use_nope", "moe_router_activation_func", "moe_renormalize", "use_grouped_topk"),
-    *("num_expert_group", "topk_group", "num_nextn_predict_layers", "tie_word_embeddings"),
+    *(
+        "num_expert_group",
+        "topk_group",
+        "topk_method",
+        "num_nextn_predict_layers",
+        "tie_word_embeddings",
+    ),
     *("num_key_value_heads", "initializer_range", "mla_norm_eps"),
     *("pad_token_id", "bos_token_id", "eos_token_id"),
 }

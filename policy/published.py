@@ -1,0 +1,115 @@
+"""How a published ``config.json`` is laid out: flat, or nested with a vision tower beside the text.
+
+A policy is read from either layout and written back in the one it came in. What nobody here has a
+meaning for is kept as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+Fields = dict[str, Any]
+
+TEXT, VISION, QUANTISATION = "text_config", "vision_config", "quantization_config"
+TEXT_TYPE, NESTED_TYPE = "kimi_linear", "kimi_k3"
+TEXT_ARCHITECTURE, NESTED_ARCHITECTURE = "KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"
+MXFP4 = "mxfp4-pack-quantized"
+
+# Of a nested file as a whole; what else stands at its top (token ids) holds for the text as well.
+_OF_THE_FILE = (
+    *("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
+    *(TEXT, VISION, QUANTISATION),
+)
+# Two names of one field: Kimi-Linear publishes the second.
+_CONTEXT, _CONTEXT_ALIAS = "max_position_embeddings", "model_max_length"
+
+
+def text_fields(published: Fields) -> Fields:
+    """The fields of the text policy in either layout.
+
+    ValueError naming the field for another model, and for weights quantised in a way that cannot
+    be decoded.
+    """
+    nested = published.get(TEXT)
+    if TEXT in published and not isinstance(nested, dict):
+        raise ValueError(f"config.json: {TEXT}={nested!r} must be an object")
+    if nested is None:
+        fields = dict(published)
+        _check_type(fields, "", TEXT_TYPE)
+    else:
+        _check_type(published, "", NESTED_TYPE)
+        _check_type(nested, f"{TEXT}.", TEXT_TYPE)
+        shared = {k: v for k, v in published.items() if k not in _OF_THE_FILE}
+        fields = shared | {k: v for k, v in nested.items() if v is not None or k not in shared}
+    stores_mxfp4(published)
+    for name in (QUANTISATION, "rope_scaling"):  # weights are decoded, and there are no positions
+        fields.pop(name, None)
+    if fields.get(_CONTEXT) is None and _CONTEXT_ALIAS in fields:
+        fields[_CONTEXT] = fields[_CONTEXT_ALIAS]
+    return fields
+
+
+def stores_mxfp4(published: Fields) -> bool:
+    """Whether the file says that routed experts are packed; ValueError on any other packing."""
+    found = published.get(QUANTISATION) or (published.get(TEXT) or {}).get(QUANTISATION)
+    if found is None:
+        return False
+    if not isinstance(found, dict):
+        raise ValueError(f"config.json: {QUANTISATION}={found!r} must be an object")
+    groups = found.get("config_groups") or {}
+    parts = list(groups.values()) if isinstance(groups, dict) else [groups]
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError(f"config.json: {QUANTISATION}.config_groups must hold objects")
+    formats = {part["format"] for part in [found, *parts] if part.get("format") is not None}
+    if formats != {MXFP4}:
+        raise ValueError(
+            f"config.json: {QUANTISATION}.format={sorted(map(str, formats))} is not supported, "
+            f"only {MXFP4}; convert the weights to bfloat16"
+        )
+    for part in parts:
+        weights = part.get("weights") or {}
+        for name, value in (("num_bits", 4), ("group_size", 32)):
+            if weights.get(name, value) != value:
+                raise ValueError(
+                    f"config.json: {QUANTISATION} {name}={weights[name]!r} must be {value}"
+                )
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A config file as it was read, with what each field of the policy was then."""
+
+    source: Fields
+    values: Fields
+
+    @property
+    def nested(self) -> bool:
+        """Whether the text policy stands beside a vision tower."""
+        return TEXT in self.source
+
+    def rewritten(self, values: Fields) -> Fields:
+        """The file with those fields replaced that have another value than when it was read."""
+        changed = {k: v for k, v in values.items() if k not in self.values or self.values[k] != v}
+        return with_fields(self.source, changed)
+
+
+def with_fields(published: Fields, changes: Fields) -> Fields:
+    """A copy of a config file with changed fields of the text policy, each where it belongs."""
+    out = copy.deepcopy(published)
+    if _CONTEXT in changes and _CONTEXT_ALIAS in out.get(TEXT, out):
+        changes = changes | {_CONTEXT_ALIAS: changes[_CONTEXT]}
+    for name, value in changes.items():
+        if TEXT in out and (name in out[TEXT] or name not in out or name in _OF_THE_FILE):
+            out[TEXT][name] = value
+        if TEXT not in out or (name in out and name not in _OF_THE_FILE):
+            out[name] = value
+    return out
+
+
+def _check_type(fields: Fields, prefix: str, wanted: str) -> None:
+    found = fields.get("model_type", wanted)
+    if found != wanted:
+        raise ValueError(f"config.json: {prefix}model_type={found!r} must be {wanted!r}")
