@@ -114,6 +114,14 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "rollout.temperature": _POSITIVE,
     },
     schema.KdaBenchConfig: {"seed": _SEED, "repeats": _ONE},
+    schema.PlanConfig: {
+        "context": _ONE,
+        "batch": _ONE,
+        "gpu_gib": _POSITIVE,
+        "reserve": _Range(0, 1, half=True),
+        "ranks": _ONE,
+        "serve_gpus": _ONE,
+    },
 }
 
 

@@ -200,3 +200,16 @@ class KdaBenchConfig:
     peers: bool = True  # measure flash-linear-attention and FlashKDA where installed
     seed: int = 0
     output: str | None = None  # file that gets one JSON line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """Sizes of a policy on given GPUs; nothing is loaded or run."""
+
+    context: int | None = None  # tokens per sequence; None is what the policy is made for
+    batch: int = 1  # sequences on one GPU whose largest context is asked for
+    gpu_gib: float = 80.0  # memory of a GPU
+    reserve: float = 0.1  # share of it that is left free, for buffers and fragments
+    ranks: int = 8  # GPUs of the learner, over which ZeRO shards
+    serve_gpus: int = 1  # GPUs of rollout that hold one copy of the weights together
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of rollout's weights and caches

@@ -70,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
         "name", metavar="NAME", help="grpo: an RL step beside TRL's; kda: kernels on a GPU"
     )
     _add_overrides(command)
+    command = commands.add_parser("plan", help="sizes of a policy, and what fits on given GPUs")
+    command.add_argument(
+        "policy", metavar="POLICY", help="policy preset, checkpoint or run folder, or config.json"
+    )
+    _add_overrides(command)
     commands.add_parser("doctor", help="versions, devices, Ray and disk of this machine")
     return parser
 
@@ -155,6 +160,16 @@ def _bench(arguments: argparse.Namespace) -> int:
     return bench(arguments.name, config)
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    from ..configs.load import override_config
+    from ..configs.schema import PlanConfig
+
+    config = override_config(PlanConfig(), arguments.overrides)
+    from .plan import plan
+
+    return plan(arguments.policy, config)
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from .doctor import doctor
 
@@ -168,6 +183,7 @@ _COMMANDS = {
     "eval": _eval,
     "play": _play,
     "bench": _bench,
+    "plan": _plan,
     "doctor": _doctor,
 }
 

@@ -20,6 +20,7 @@ SCHEMAS = {
     "train": schema.TrainConfig,
     "eval": schema.EvalConfig,
     "play": schema.PlayConfig,
+    "plan": schema.PlanConfig,
 }
 
 

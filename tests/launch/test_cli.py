@@ -87,5 +87,5 @@ def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
         cli.main(["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    for name in ("stage", "sft", "train", "eval", "play", "bench", "doctor"):
+    for name in ("stage", "sft", "train", "eval", "play", "bench", "plan", "doctor"):
         assert f"    {name} " in text

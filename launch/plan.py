@@ -1,0 +1,162 @@
+"""``farhorizon plan``: how large a policy is, and what fits on given GPUs. Arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..configs.bounds import check_bounds
+from ..configs.errors import UserError
+from ..configs.schema import PlanConfig
+from ..policy.config import PolicyConfig
+from ..policy.count import (
+    Counts,
+    StateSizes,
+    activation_bytes,
+    count_parameters,
+    learner_sizes,
+    state_sizes,
+)
+from ..policy.records import parse_config, read_config, read_json, read_stage
+from .cluster import GIB
+from .fresh import policy_presets
+from .prepare import find_checkpoint
+
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What one GPU has room for: sequences of the context asked for, and tokens of each of the
+    sequences asked for; None where length costs nothing, 0 where not even the weights fit."""
+
+    batch: int | None
+    context: int | None
+
+
+def plan(source: str, config: PlanConfig) -> int:
+    """Print the sizes of what ``source`` names; 0."""
+    check_bounds(config)
+    policy, trained = read_policy(source)
+    context = config.context or trained or policy.max_position_embeddings
+    if context < 1:
+        raise UserError(f"{source}: is trained for no context yet; give context=TOKENS")
+    counts = count_parameters(policy)
+    sizes = state_sizes(policy, ITEMSIZE[config.dtype])
+    for line in (
+        *_counted(policy, counts),
+        *_rollout(config, counts, sizes, context),
+        *_learner(config, counts, activation_bytes(policy), context),
+    ):
+        print(line)
+    return 0
+
+
+def read_policy(source: str) -> tuple[PolicyConfig, int | None]:
+    """The policy that a preset, a folder or a ``config.json`` describes, and the context that a
+    folder was trained for."""
+    presets = policy_presets()
+    path = presets.get(source, Path(source))
+    if path.is_file():
+        return parse_config(path, read_json(path)), None
+    try:
+        folder = find_checkpoint(path)
+    except UserError as error:
+        raise UserError(f"policy {error}; presets: {', '.join(presets)}") from None
+    return read_config(folder), read_stage(folder).context
+
+
+def rollout_fit(
+    config: PlanConfig, counts: Counts, sizes: StateSizes, context: int
+) -> tuple[Fit, int]:
+    """What a rollout GPU decodes beside its share of the weights, and the bytes of that share."""
+    weights = -(-counts.weight_bytes(ITEMSIZE[config.dtype]) // config.serve_gpus)
+    room = usable_bytes(config) - weights
+    if room <= 0:
+        return Fit(0, 0), weights
+    left = room // config.batch - sizes.fixed
+    longest = max(0, left) // sizes.per_token if sizes.per_token else (None if left >= 0 else 0)
+    return Fit(room // sizes.of(context), longest), weights
+
+
+def learner_fit(
+    config: PlanConfig, parameters: int, per_token: int, context: int, zero_stage: int
+) -> Fit:
+    """What a rank trains in one micro-batch; a sequence is never split over ranks."""
+    fixed = learner_sizes(parameters, config.ranks, zero_stage).total
+    tokens = max(0, usable_bytes(config) - fixed) // per_token
+    return Fit(tokens // context, tokens // config.batch)
+
+
+def usable_bytes(config: PlanConfig) -> int:
+    """Bytes of a GPU that are not held in reserve."""
+    return int(config.gpu_gib * GIB * (1 - config.reserve))
+
+
+def _counted(policy: PolicyConfig, counts: Counts) -> Iterator[str]:
+    layers = range(policy.num_hidden_layers)
+    num_mla = sum(policy.is_mla(i) for i in layers)
+    num_moe = sum(not policy.is_dense(i) for i in layers)
+    yield (
+        f"layers          {len(layers)}: {len(layers) - num_mla} KDA + {num_mla} MLA; "
+        f"{num_moe} with {policy.num_experts} experts, {policy.num_experts_per_token} per token"
+    )
+    yield f"parameters      {_count(counts.total)} total, {_count(counts.active)} active per token"
+    for part, number in counts.parts.items():
+        if number:
+            yield f"  {part:<20}{_count(number):>12}{number / counts.total:>8.1%}"
+
+
+def _rollout(config: PlanConfig, counts: Counts, sizes: StateSizes, context: int) -> Iterator[str]:
+    fit, weights = rollout_fit(config, counts, sizes, context)
+    yield ""
+    gpu = f"a GPU of {config.gpu_gib:g} GiB, {config.reserve:.0%} free"
+    yield f"rollout         {config.dtype}, {gpu}"
+    shared = f"on each of {config.serve_gpus} that share a copy" if config.serve_gpus > 1 else ""
+    yield f"  {'weights':<20}{_bytes(weights):>12}  {shared}".rstrip()
+    yield f"  {'state':<20}{_bytes(sizes.fixed):>12}  per sequence"
+    yield f"  {'cache':<20}{_bytes(sizes.per_token):>12}  per token"
+    yield f"  {'sequence':<20}{_bytes(sizes.of(context)):>12}  at {context:,} tokens"
+    if fit == Fit(0, 0):
+        whole = counts.weight_bytes(ITEMSIZE[config.dtype])
+        needed = whole // usable_bytes(config) + 1
+        yield f"  the weights do not fit: serve_gpus={needed} at least"
+        return
+    yield f"  largest batch       {_number(fit.batch):>12}  sequences of {context:,} tokens"
+    yield f"  largest context     {_number(fit.context):>12}  tokens, batch {config.batch}"
+
+
+def _learner(config: PlanConfig, counts: Counts, per_token: int, context: int) -> Iterator[str]:
+    yield ""
+    yield f"learner         AdamW, fp32 masters, {config.ranks} ranks; GiB on each"
+    yield f"  activations take about {_bytes(per_token)} per token"
+    yield f"  {'ZeRO':<6}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'all':>10}" + (
+        f"{'largest batch':>15}{'largest context':>17}"
+    )
+    for stage in range(4):
+        sizes = learner_sizes(counts.total, config.ranks, stage)
+        fit = learner_fit(config, counts.total, per_token, context, stage)
+        cells = (sizes.weights, sizes.gradients, sizes.optimizer, sizes.total)
+        widths = (10, 11, 11, 10)
+        row = "".join(f"{n / GIB:>{w},.2f}" for n, w in zip(cells, widths, strict=True))
+        yield f"  {stage:<6}{row}{_number(fit.batch):>15}{_number(fit.context):>17}"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            digits = 4 if unit == "T" else 1 if number >= 100 * size else 2
+            return f"{number / size:,.{digits}f} {unit}"
+    return f"{number:,}"
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", 2**20)):
+        if number >= size:
+            return f"{number / size:,.2f} {unit}"
+    return f"{number:,} B"
+
+
+def _number(value: int | None) -> str:
+    return "any" if value is None else f"{value:,}"

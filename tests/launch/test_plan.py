@@ -1,0 +1,91 @@
+"""`plan`: what it reads, what it prints, and that the numbers are those of the arithmetic."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from farhorizon.configs.schema import PlanConfig
+from farhorizon.launch import cli
+from farhorizon.launch.plan import Fit, learner_fit, rollout_fit
+from farhorizon.policy.count import Counts, StateSizes
+
+GIB = 2**30
+
+
+def counts(total: int) -> Counts:
+    return Counts({"output head": total}, total, 0)
+
+
+def test_batch_and_context_fill_what_weights_leave() -> None:
+    # 10 GiB of which 1 is free; weights of 2 bytes each take 4 of the 9
+    config = PlanConfig(gpu_gib=10, reserve=0.1, batch=4)
+    sizes = StateSizes(fixed=GIB // 4, per_token=2**20)
+    fit, weights = rollout_fit(config, counts(2 * GIB), sizes, context=768)
+    assert weights == 4 * GIB
+    assert fit == Fit(batch=5, context=1024)  # 1 GiB a sequence; (5/4 - 1/4) GiB of tokens
+    shared = PlanConfig(gpu_gib=10, reserve=0.1, batch=4, serve_gpus=4)
+    assert rollout_fit(shared, counts(2 * GIB), sizes, 768) == (Fit(8, 1792), GIB)
+    assert rollout_fit(config, counts(5 * GIB), sizes, 768)[0] == Fit(0, 0)
+    assert rollout_fit(config, counts(GIB), StateSizes(GIB, 0), 768)[0] == Fit(7, None)
+
+
+def test_a_rank_trains_what_its_states_leave() -> None:
+    config = PlanConfig(gpu_gib=20, reserve=0.1, ranks=4, batch=2)  # 18 GiB
+    # 1 Gi parameters: 16 GiB without ZeRO, 11 at 1, 8 at 2, 5 at 3
+    fits = [learner_fit(config, GIB, 2**20, 1024, stage) for stage in range(4)]
+    assert fits == [Fit(2, 1024), Fit(7, 3584), Fit(10, 5120), Fit(13, 6656)]
+    assert learner_fit(config, 2 * GIB, 2**20, 1024, 0) == Fit(0, 0)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_k3_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "k3")
+    assert "93: 69 KDA + 24 MLA; 92 with 896 experts, 16 per token" in out
+    assert "2.7795 T total, 104.2 B active" in out
+    assert re.search(r"cache +27,648 B  per token", out)
+    assert re.search(r"sequence +27\.4. GiB  at 1,048,576 tokens", out)
+    # 5.56 TB in bfloat16 on GPUs of 72 usable GiB
+    assert "the weights do not fit: serve_gpus=72 at least" in out
+    out = run(capsys, "k3", "serve_gpus=128", "context=65536")
+    assert re.search(r"largest batch +\d+  sequences of 65,536 tokens", out)
+    # 3 x 4 bytes of 2.7795e12 parameters over 8 ranks, in GiB
+    assert re.search(r"  1 +10,354\.\d+ +10,354\.\d+ +3,882\.\d+", out)
+
+
+def test_presets_folders_and_files_are_read(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(capsys, str(tiny_checkpoint))
+    assert " at 512 tokens" in folder
+    assert run(capsys, str(tiny_checkpoint / "config.json")) == folder
+    fields = json.loads((tiny_checkpoint / "config.json").read_text())
+    nested = tmp_path / "nested.json"
+    nested.write_text(json.dumps({"model_type": "kimi_k3", "text_config": fields}))
+    assert run(capsys, str(nested)) == folder
+    assert " at 8,192 tokens" in run(capsys, "small")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nosuch"], "policy nosuch: no such folder; presets: 1b, 3b, k3"),
+        (["k3", "gpu_gib=0"], "gpu_gib=0.0 must be above 0"),
+        (["k3", "reserve=1"], "reserve=1.0 must be at least 0 and below 1"),
+        (["k3", "rank=2"], "unknown key rank on the command line; did you mean ranks?"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"farhorizon: {message}") and captured.err.count("\n") == 1
+    assert captured.out == ""
