@@ -1,0 +1,197 @@
+"""The append-only chat format: messages as token ids, and sampled ids as messages.
+
+Text is never parsed for control tokens: a message that contains the characters
+``<|end_of_msg|>`` is encoded as ordinary bytes, so that no environment or user can forge the
+structure of a conversation.
+
+There are two styles behind one interface. ``full`` is the published XTML format of `xtml`;
+``brief`` is ``<|open|> role <|sep|> content <|end_of_msg|>``, four tokens besides the content,
+where the full one needs some forty for an empty answer. A policy that learns a task in minutes
+with a vocabulary of 512 cannot spend its context on tags. It is not the full format with parts
+left out (no element ``message``, nothing is closed), so it has its own few lines. Which of the
+two a policy speaks is decided once, when its tokenizer is made, and seen in what that holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+from transformers import PreTrainedTokenizerFast
+
+from ..configs.errors import UserError
+from ..envs.types import Message, Role
+from . import xtml
+from .bpe import SPECIAL_TOKENS, Style
+from .xtml import CLOSE, END_OF_MESSAGE, OPEN, ROLES, SEPARATOR, Piece, Reply
+
+_RESERVED = re.compile(r"<\|reserved_\d+\|>")
+
+
+def control_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    """The id of a control token."""
+    index = tokenizer.backend_tokenizer.token_to_id(token)
+    if index is None:
+        raise UserError(f"the tokenizer has no control token {token}")
+    return index
+
+
+def chat_style(tokenizer: PreTrainedTokenizerFast) -> Style:
+    """``brief`` for what `train_tokenizer` makes by default, ``full`` for every other tokenizer.
+
+    A brief tokenizer has each role as one token and no control token but `SPECIAL_TOKENS`; one
+    for the full format, trained or published, has those of images as well.
+    """
+    backend = tokenizer.backend_tokenizer
+    names = {token.content for token in backend.get_added_tokens_decoder().values()}
+    others = {name for name in names - {*SPECIAL_TOKENS} if not _RESERVED.fullmatch(name)}
+    whole = all(len(backend.encode(role, add_special_tokens=False).ids) == 1 for role in ROLES)
+    return "brief" if whole and not others else "full"
+
+
+class ChatFormat:
+    """Messages as token ids, each message on its own, so that a conversation only ever grows.
+
+    ``style`` is what the tokenizer speaks unless given. ``thinking`` is of the full style:
+    without it an assistant's message has no thoughts. Example in the brief style:
+    ``Message("tool", " json io")`` is ``[<|open|>, tool, <|sep|>, " json", " io",
+    <|end_of_msg|>]``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        style: Style | None = None,
+        thinking: bool = True,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.style: Style = style or chat_style(tokenizer)
+        self.thinking = thinking
+        self._backend = tokenizer.backend_tokenizer
+        self._control = {t: control_id(tokenizer, t) for t in (OPEN, CLOSE, SEPARATOR)}
+        self._control[END_OF_MESSAGE] = self._end = control_id(tokenizer, END_OF_MESSAGE)
+        added = self._backend.get_added_tokens_decoder()
+        self._names = {index: token.content for index, token in added.items()}
+        # What stands for unknown characters is text.
+        self._forbidden = {index for index, name in self._names.items() if name != "[UNK]"}
+        self._words = {word: self._encode(word) for word in xtml.WORDS}
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a sampled completion."""
+        return (self._end,)
+
+    def prompt(self) -> list[int]:
+        """The prefix after which the policy speaks."""
+        brief = [Piece(OPEN, True), Piece("assistant"), Piece(SEPARATOR, True)]
+        full = self.style == "full"
+        return self._ids(xtml.prompt_pieces(self.thinking) if full else brief)
+
+    def render(self, message: Message) -> list[int]:
+        """One message, from its opening token to its end token."""
+        return self._ids(self._pieces(message))
+
+    def render_masked(self, message: Message) -> tuple[list[int], list[bool]]:
+        """`render`, and for each id whether to train on it: what follows the header of an
+        assistant's message, its end token included. Arguments that are no JSON are left out."""
+        pieces = [(piece, self._ids([piece])) for piece in self._pieces(message)]
+        mask = [piece.trained for piece, ids in pieces for _ in ids]
+        return [token for _, ids in pieces for token in ids], mask
+
+    def render_reply(self, messages: Iterable[Message]) -> list[int]:
+        """Several messages in order."""
+        return [token for message in messages for token in self.render(message)]
+
+    def text(self, sampled_ids: Sequence[int]) -> str:
+        """What the policy said, control tokens dropped; in the full style its response."""
+        if self.style == "full":
+            return self.read(sampled_ids).message.content
+        return self._backend.decode([int(token) for token in sampled_ids], skip_special_tokens=True)
+
+    def read(self, sampled_ids: Sequence[int]) -> Reply:
+        """The message that the policy sampled after `prompt`, and what is malformed about it."""
+        pieces = self._split(sampled_ids)
+        if self.style == "full":
+            return xtml.read_reply(pieces, self.thinking)
+        ended = bool(pieces) and pieces[-1] == Piece(END_OF_MESSAGE, True)
+        faults = [] if ended else [f"no {END_OF_MESSAGE}"]
+        inside = pieces[:-1] if ended else pieces
+        faults += [f"{piece.text} where none can stand" for piece in inside if piece.control]
+        return Reply(Message("assistant", self.text(sampled_ids)), tuple(faults))
+
+    def parse(self, token_ids: Sequence[int]) -> list[Message]:
+        """The messages that were rendered; ValueError where ids are no rendered messages."""
+        pieces = self._split(token_ids)
+        if self.style == "full":
+            return xtml.read_messages(pieces, self.thinking)
+        return _read_brief(pieces)
+
+    def _pieces(self, message: Message) -> list[Piece]:
+        if self.style == "full":
+            return xtml.message_pieces(message, self.thinking)
+        if message.calls:
+            raise ValueError("the brief chat format has no tool calls; use a tokenizer of the full")
+        trained = message.role == "assistant"
+        return [
+            *(Piece(OPEN, True, False), Piece(message.role, False, False)),
+            Piece(SEPARATOR, True, False),
+            *(Piece(message.content, False, trained), Piece(END_OF_MESSAGE, True, trained)),
+        ]
+
+    def _ids(self, pieces: Iterable[Piece]) -> list[int]:
+        ids: list[int] = []
+        for text, control, _ in pieces:
+            if control:
+                ids.append(self._control[text])
+            else:
+                ids += self._words.get(text) or self._encode(text)
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        # Set on every call: calling the wrapping tokenizer can change this switch of the backend.
+        self._backend.encode_special_tokens = True
+        # Half of a surrogate pair is no character, but may stand in a string.
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        if self._forbidden.isdisjoint(ids):
+            return ids
+        # A vocabulary that has control tokens among its words: letters alone are none of them.
+        return [token for letter in text for token in self._encode_letter(letter)]
+
+    def _encode_letter(self, letter: str) -> list[int]:
+        ids = self._backend.encode(letter, add_special_tokens=False).ids
+        return [token for token in ids if token not in self._forbidden]
+
+    def _split(self, token_ids: Sequence[int]) -> list[Piece]:
+        """Runs of text and control tokens; an id that the tokenizer lacks counts as the latter."""
+        pieces: list[Piece] = []
+        run: list[int] = []
+        for token in map(int, token_ids):
+            name = self._names.get(token)
+            if name is None and self._backend.id_to_token(token) is not None:
+                run.append(token)
+                continue
+            if run:
+                pieces.append(Piece(self._backend.decode(run)))
+                run = []
+            pieces.append(Piece(name or f"token {token}", True))
+        return [*pieces, Piece(self._backend.decode(run))] if run else pieces
+
+
+def _read_brief(pieces: Sequence[Piece]) -> list[Message]:
+    """Messages of the brief style."""
+    messages: list[Message] = []
+    rest = list(pieces)
+    while rest:
+        # An empty content is no piece.
+        size = 5 if len(rest) > 3 and not rest[3].control else 4
+        frame = [piece.text if piece.control else "" for piece in rest[:size]]
+        role = rest[1].text if len(rest) > 1 else ""
+        wanted = [OPEN, "", SEPARATOR, *[""] * (size - 4), END_OF_MESSAGE]
+        if frame != wanted or role not in ROLES:
+            raise ValueError(f"message {len(messages) + 1} is malformed")
+        content = rest[3].text if size == 5 else ""
+        messages.append(Message(cast(Role, role), content))
+        rest = rest[size:]
+    return messages
