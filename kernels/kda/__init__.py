@@ -153,5 +153,6 @@ def recurrent_kda(
         error = (vt - torch.bmm(kt, state)) * bw[:, t].reshape(-1, 1, 1)
         state = torch.baddbmm(state, kt.transpose(1, 2), error)
         outputs.append(torch.bmm(qt, state).view(batch, heads, -1))
-    final = state.view(batch, heads, width, -1)
-    return torch.stack(outputs, 1).to(v.dtype), final if output_final_state else None
+    final = state.view(initial_state.shape)
+    out = torch.stack(outputs, 1).to(v.dtype) if outputs else v
+    return out, final if output_final_state else None

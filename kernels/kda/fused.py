@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .passes import gradients, prepare_chunks, scan, scan_backward
-from .tables import Options
+from .tables import Options, Prepared
 
 HEAD_SIZES = (16, 32, 64, 128)
 
@@ -27,53 +29,61 @@ class ChunkKda(torch.autograd.Function):
         dt_bias: torch.Tensor | None,
         initial: torch.Tensor | None,
         final: bool,
+        save: bool,
         options: Options,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        prepared = prepare_chunks(q, k, g, beta, a_log, dt_bias, options)
-        save = any(ctx.needs_input_grad)
-        out, last, written, states = scan(prepared, v, initial, final, save, options)
+        with on_device_of(v):
+            prepared = prepare_chunks(q, k, g, beta, a_log, dt_bias, options)
+            out, last, written, states = scan(prepared, v, initial, final, save, options)
         if save:
-            ctx.save_for_backward(q, k, v, g, beta, a_log, dt_bias, initial, out)
-            ctx.prepared, ctx.written, ctx.states = prepared, written, states
+            inputs = (q, k, v, g, beta, a_log, dt_bias, initial)
+            ctx.save_for_backward(*inputs, out, written, states, *prepared)
             ctx.options = options
         return out, last
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        *inputs, a_log, dt_bias, initial, out = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        *inputs, a_log, dt_bias, initial, out, written, states = saved[:11]
+        prepared = Prepared(*saved[11:])
         d_out, d_final = grads
-        if d_out is None:
-            d_out = torch.zeros_like(out)
+        assert d_out is not None  # autograd fills in zeros
         d_out = rows_aligned(d_out)
         d_final = None if d_final is None else d_final.contiguous()
-        z, d_states, d_initial = scan_backward(
-            ctx.prepared, d_out, d_final, initial is not None, ctx.options
-        )
-        found = gradients(
-            ctx.prepared,
-            tuple(inputs),
-            (a_log, dt_bias),
-            out,
-            d_out,
-            (ctx.written, z, ctx.states, d_states),
-            ctx.options,
-        )
+        with on_device_of(out):
+            z, d_states, d_initial = scan_backward(
+                prepared, d_out, d_final, initial is not None, ctx.options
+            )
+            found = gradients(
+                prepared,
+                tuple(inputs),
+                (a_log, dt_bias),
+                out,
+                d_out,
+                (written, z, states, d_states),
+                ctx.options,
+            )
         *most, d_a_log, d_dt_bias = found
         if a_log is not None and d_a_log is not None:
             d_a_log = d_a_log.to(a_log.dtype)
         if dt_bias is not None and d_dt_bias is not None:
             d_dt_bias = d_dt_bias.to(dt_bias.dtype)
-        if d_initial is not None:
-            d_initial = d_initial.to(initial.dtype)
-        return *most, d_a_log, d_dt_bias, d_initial, None, None
+        return *most, d_a_log, d_dt_bias, d_initial, None, None, None
+
+
+def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Kernels are launched on the current device: make that the one of ``x``."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def rows_aligned(x: torch.Tensor) -> torch.Tensor:
-    """``x`` itself where its rows can be copied in blocks, else a contiguous copy."""
-    aligned = x.data_ptr() % 16 == 0
-    for dim, stride in enumerate(x.stride()[:-1]):
-        aligned = aligned and (x.shape[dim] == 1 or stride * x.element_size() % 16 == 0)
-    return x if aligned and x.stride(-1) == 1 else x.contiguous()
+    """``x [T, H, D]`` itself where its rows can be copied in blocks, else a contiguous copy."""
+    aligned = x.data_ptr() % 16 == 0 and x.stride(2) == 1
+    for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True):
+        aligned = aligned and (size == 1 or (stride > 0 and stride * x.element_size() % 16 == 0))
+    aligned = aligned and x.shape[1] * x.stride(1) < 2**31  # the copies count in 32 bits
+    return x if aligned else x.contiguous()
 
 
 def chunk_kda_fused(
@@ -88,7 +98,7 @@ def chunk_kda_fused(
     final: bool,
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`farhorizon.kernels.kda.chunk_kda` on packed rows ``[T, H, .]``, T > 0, in bf16 products.
+    """`farhorizon.kernels.kda.chunk_kda` on packed rows ``[T, H, .]``, T > 0, in v's dtype.
 
     ValueError names a head size that is not of `HEAD_SIZES`. A decay that is given and lies outside
     [bound, 0] becomes NaN.
@@ -101,5 +111,8 @@ def chunk_kda_fused(
             )
     if initial_state is not None:
         initial_state = initial_state.to(torch.float32).contiguous()
-    q, k, v, g = (rows_aligned(x) for x in (q, k, v, g))
-    return ChunkKda.apply(q, k, v, g, beta, a_log, dt_bias, initial_state, final, options)
+    a_log, dt_bias = (None if x is None else x.contiguous() for x in (a_log, dt_bias))
+    q, k, v, g = (rows_aligned(x) for x in (q.to(v.dtype), k.to(v.dtype), v, g))
+    inputs = (q, k, v, g, beta, a_log, dt_bias, initial_state)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return ChunkKda.apply(*inputs, final, save, options)

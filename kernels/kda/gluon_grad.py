@@ -47,6 +47,7 @@ def key_stage(
     scale,
     bound,
     part_index,
+    size,
     K: gl.constexpr,
     C: gl.constexpr,
     ANCHOR: gl.constexpr,
@@ -114,23 +115,23 @@ def key_stage(
     part, gradient = halves(parts, thin)
     near, k_near = halves(nears, thin)
     part = gl.where(inside, part * (rise * (unanchor * scale)), 0.0)
-    d_grown = q_unit * part + q_rise.to(gl.float32) * near
-    part += rise * near + read_tile.load(across)[None, :] * k_unit
+    d_grown = q_unit * part + q_rise.to(gl.float32) * near * size
+    part += rise * near * size + read_tile.load(across)[None, :] * k_unit
     if NORM:
         part -= q_unit * q_along_tile.load(across)[None, :]
     part *= q_scale_tile.load(across)[None, :]
     store_turned(dq + base, part, q, row, length, heads * K, column, line_layout)
 
     gradient *= rise * (strength_tile.load(across) * -unanchor)[None, :]
-    d_grown += k_unit * gradient + k_rise.to(gl.float32) * k_near
-    gradient += rise * k_near
+    d_grown += k_unit * gradient + k_rise.to(gl.float32) * k_near * size
+    gradient += rise * k_near * size
     part = warpgroup_mma(turned_d_state, u.permute((1, 0)), zero, is_async=True)
     near = warpgroup_mma(beside(q_rise, k_rise, left), pairs, zero, is_async=True)
     part, near = warpgroup_mma_wait(0, deps=[part, near])
     part *= fall * gl.exp2(total + ANCHOR)[:, None]
     last = last * gl.exp2(total) + gl.sum(k_unit * part, 1)
-    d_grown -= k_unit * part + k_fall.to(gl.float32) * near
-    gradient += part + fall * near + read_tile.load(across)[None, :] * q_unit
+    d_grown -= k_unit * part + k_fall.to(gl.float32) * near * size
+    gradient += part + fall * near * size + read_tile.load(across)[None, :] * q_unit
     if NORM:
         gradient -= k_unit * k_along_tile.load(across)[None, :]
     gradient *= k_scale_tile.load(across)[None, :]
@@ -252,7 +253,7 @@ def grad_hopper_kernel(
         work, [2 * C, C], gl.NVMMASharedLayout.get_default_for([C, C], work)
     )
     mbarrier.wait(bars.index(0), 0)
-    self_write = value_stage(
+    self_write, size = value_stage(
         left_stack, right_stack, u, pairs, scalars, beta + space * C, length, scale, C, NORM
     )
     if piece == 0:
@@ -282,6 +283,7 @@ def grad_hopper_kernel(
         scale,
         bound,
         space * (K // PIECE) + piece,
+        size,
         K,
         C,
         ANCHOR,

@@ -131,6 +131,14 @@ def store_turned(pointer, x, tile, row, limit, stride, column, layout: gl.conste
 
 
 @gluon.jit
+def binary_size(x):
+    """The power of two at or below ``x``, within 2^+-100; 2^-100 for 0."""
+    bits = x.to(gl.int32, bitcast=True) & 0x7F800000
+    bits = gl.minimum(gl.maximum(bits, (127 - 100) << 23), (127 + 100) << 23)
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def value_stage(
     left_stack,
     right_stack,
@@ -143,8 +151,8 @@ def value_stage(
     C: gl.constexpr,
     NORM: gl.constexpr,
 ):
-    """Both [C, C] gradients on top of each other into ``pairs``, the diagonals and row products
-    into ``scalars``; returns the diagonal of Z U^T."""
+    """Both [C, C] gradients on top of each other into ``pairs``, over a power of two, the diagonals
+    and row products into ``scalars``; returns the diagonal of Z U^T and the power."""
     work: gl.constexpr = u.dtype
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * C, 16])
@@ -171,8 +179,9 @@ def value_stage(
     own_tile.store(gl.sum(gl.where(inner[:, None] == token[None, :], both, 0.0), 1))
     factor = gl.where(stacked < C, scale, -stack_strength)
     below = (inner[:, None] > token[None, :]) & (inner < length)[:, None]
-    both = gl.where(below, both * factor[:, None], 0.0).to(work)
-    pairs.store(both)
+    both = gl.where(below, both * factor[:, None], 0.0)
+    size = binary_size(gl.max(gl.max(gl.abs(both), 1), 0))
+    pairs.store((both * (1.0 / size)).to(work))
     fence_async_shared()
     self_write = own_tile.slice(C, C).load(across)
     scalars.index(3).store(gl.where(token < length, own_tile.slice(0, C).load(across) * scale, 0.0))
@@ -180,4 +189,4 @@ def value_stage(
         scalars.index(4).store(along_tile.slice(0, C).load(across))
         along = along_tile.slice(C, C).load(across)
         scalars.index(5).store(2.0 * self_write - scalars.index(0).load(across) * along)
-    return self_write
+    return self_write, size

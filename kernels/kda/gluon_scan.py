@@ -188,7 +188,8 @@ def scan_hopper_kernel(
     start = gl.load(sequence_table + 4 * sequence + 2)
     length = gl.load(sequence_table + 4 * sequence + 3)
     count = gl.cdiv(length, C)
-    space = head.to(gl.int64) * chunks + first
+    # An empty last sequence has no chunk; what is read for it is not used, but must be there.
+    space = head.to(gl.int64) * chunks + gl.minimum(first, chunks - 1)
     line = (head * chunks + first) * C
     kt = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, K], kt_desc.layout)
     qt = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, K], kt_desc.layout)

@@ -82,8 +82,9 @@ def run_chunks_backward(
     out_row = gl.arange(0, C, layout=gl.SliceLayout(1, rows))
     out_column = column + gl.arange(0, BV, layout=gl.SliceLayout(0, rows))
     none = gl.zeros([BV, C], gl.float32, thin)
-    shrink = gl.load(decay + (count - 1) * K + channel)
-    strength = gl.load(beta + (count - 1) * C + token)
+    final = gl.maximum(count - 1, 0)  # 0 in an empty sequence, where it is not used
+    shrink = gl.load(decay + final * K + channel)
+    strength = gl.load(beta + final * C + token)
     for i in range(count):
         stage = i % STAGES
         chunk = count - 1 - i
@@ -165,7 +166,7 @@ def scan_backward_hopper_kernel(
     start = gl.load(sequence_table + 4 * sequence + 2)
     length = gl.load(sequence_table + 4 * sequence + 3)
     count = gl.cdiv(length, C)
-    space = head.to(gl.int64) * chunks + first
+    space = head.to(gl.int64) * chunks + gl.minimum(first, chunks - 1)
     line = (head * chunks + first) * C
     kt = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, K], kt_desc.layout)
     qt = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, K], kt_desc.layout)

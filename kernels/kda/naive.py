@@ -160,7 +160,8 @@ def naive_kda(
     batch, length, heads, width = qw.shape
     bounds = sequence_bounds(batch, length, cu_seqlens)
     check_state(initial_state, len(bounds) - 1, qw, vw)
-    qf, kf, vf, gf, bf = (x.reshape(batch * length, heads, -1) for x in (qw, kw, vw, gw, bw))
+    qf, kf, vf, gf = (x.flatten(0, 1) for x in (qw, kw, vw, gw))
+    bf = bw.flatten(0, 1)[..., None]
     outputs, finals = [], []
     for n, (start, end) in enumerate(itertools.pairwise(bounds)):
         if initial_state is None:
@@ -173,5 +174,5 @@ def naive_kda(
             state = state + torch.einsum("hk,hv->hkv", bf[t] * kf[t], error)
             outputs.append(torch.einsum("hk,hkv->hv", qf[t], state))
         finals.append(state)
-    out = torch.stack(outputs).view(batch, length, heads, -1) if outputs else vw
+    out = torch.stack(outputs).view(vw.shape) if outputs else vw
     return out.to(dtype), torch.stack(finals) if output_final_state else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -22,10 +23,20 @@ class Tables:
     sequences: torch.Tensor
 
 
-@lru_cache(maxsize=4)
-@torch.inference_mode(False)
+_captured: list[Tables] = []  # a CUDA graph reads its tables as long as it lives
+
+
 def tables(bounds: tuple[int, ...], size: int, device: torch.device) -> Tables:
     """The tables for chunks of ``size`` tokens of sequences that start and end at ``bounds``."""
+    found = _tables(bounds, size, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured.append(found)
+    return found
+
+
+@lru_cache(maxsize=4)
+@torch.inference_mode(False)
+def _tables(bounds: tuple[int, ...], size: int, device: torch.device) -> Tables:
     edges = torch.tensor(bounds, dtype=torch.int64)
     lengths = edges.diff()
     counts = (lengths + size - 1) // size
@@ -51,8 +62,9 @@ class Options:
 
     @property
     def size(self) -> int:
-        """Tokens a chunk: the most whose whole decay spans less than 2^250 at the bound."""
-        return 32 if self.bound >= -5.4 else 16
+        """Tokens a chunk: the most whose whole decay spans less than 2^234 at the bound, which
+        leaves bf16 its full precision for the factors at either end."""
+        return 32 if self.bound >= -5.05 else 16
 
     @property
     def anchor(self) -> int:
@@ -65,8 +77,7 @@ def blocks(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, columns])
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(NamedTuple):
     """Output of the first pass, ``[H, chunks, ...]`` each."""
 
     kt: torch.Tensor

@@ -38,7 +38,9 @@ def row_products(x, y, C: tl.constexpr):
 
 @triton.jit
 def pair_gradients(do, z, u, strength, scale, C: tl.constexpr):
-    """dA and dL ``[C, C]`` below the diagonal, and the diagonals of s dO U^T and Z U^T."""
+    """dA and dL ``[C, C]`` below the diagonal, the diagonals of s dO U^T and Z U^T, and the power
+    of two that dA and dL were divided by: the products to come carry 2^+-ANCHOR, and would leave
+    the range of fp32 unless these are near 1."""
     row = tl.arange(0, C)
     same = row[:, None] == row[None, :]
     below = row[:, None] > row[None, :]
@@ -47,9 +49,20 @@ def pair_gradients(do, z, u, strength, scale, C: tl.constexpr):
     d_reads = tl.dot(do, columns, input_precision="ieee") * scale
     self_write = tl.sum(tl.where(same, d_lower, 0.0), 1)
     self_read = tl.sum(tl.where(same, d_reads, 0.0), 1)
-    d_lower = tl.where(below, d_lower * -strength[:, None], 0.0).to(u.dtype)
-    d_reads = tl.where(below, d_reads, 0.0).to(u.dtype)
-    return d_reads, d_lower, self_read, self_write
+    d_lower = tl.where(below, d_lower * -strength[:, None], 0.0)
+    d_reads = tl.where(below, d_reads, 0.0)
+    size = binary_size(tl.max(tl.max(tl.maximum(tl.abs(d_lower), tl.abs(d_reads)), 1), 0))
+    d_lower = (d_lower * (1.0 / size)).to(u.dtype)
+    d_reads = (d_reads * (1.0 / size)).to(u.dtype)
+    return d_reads, d_lower, self_read, self_write, size
+
+
+@triton.jit
+def binary_size(x):
+    """The power of two at or below ``x``, within 2^+-100; 2^-100 for 0."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.minimum(tl.maximum(bits, (127 - 100) << 23), (127 + 100) << 23)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -146,7 +159,7 @@ def grad_kernel(
     bias = tl.zeros([PIECE], tl.float32)
     if GATE:
         bias = tl.load(dt_bias + head * K + channel).to(tl.float32)
-    d_reads, d_lower, self_read, self_write = pair_gradients(do, z, u, strength, scale, C)
+    d_reads, d_lower, self_read, self_write, size = pair_gradients(do, z, u, strength, scale, C)
     q_along = tl.zeros([C], tl.float32)
     k_along = tl.zeros([C], tl.float32)
     if NORM:
@@ -180,8 +193,8 @@ def grad_kernel(
     part *= rise * (unanchor * scale)
     d_grown = q_unit * part
     near = tl.dot(k_fall, tl.trans(d_reads), input_precision="ieee")
-    d_grown += q_rise.to(tl.float32) * near
-    gradient = part + rise * near + self_read[None, :] * k_unit - q_unit * q_along[None, :]
+    d_grown += q_rise.to(tl.float32) * near * size
+    gradient = part + rise * near * size + self_read[None, :] * k_unit - q_unit * q_along[None, :]
     gradient *= q_scale[None, :]
     target = tl.trans(tile(start, head, row, channel, heads * K, K))
     tl.store(dq + target, gradient.to(dq.dtype.element_ty), mask=across)
@@ -190,8 +203,8 @@ def grad_kernel(
     gradient *= rise * (strength * -unanchor)[None, :]
     d_grown += k_unit * gradient
     near = tl.dot(k_fall, tl.trans(d_lower), input_precision="ieee")
-    d_grown += k_rise.to(tl.float32) * near
-    gradient += rise * near
+    d_grown += k_rise.to(tl.float32) * near * size
+    gradient += rise * near * size
     part = tl.dot(tl.trans(d_state), tl.trans(u), input_precision="ieee")
     part *= fall * tl.exp2(total + ANCHOR)[:, None]
     d_grown -= k_unit * part
@@ -199,8 +212,8 @@ def grad_kernel(
     gradient += part
     near = tl.dot(q_rise, d_reads, input_precision="ieee")
     near = tl.dot(k_rise, d_lower, acc=near, input_precision="ieee")
-    d_grown -= k_fall.to(tl.float32) * near
-    gradient += fall * near + self_read[None, :] * q_unit
+    d_grown -= k_fall.to(tl.float32) * near * size
+    gradient += fall * near * size + self_read[None, :] * q_unit
     gradient = (gradient - k_unit * k_along[None, :]) * k_scale[None, :]
     tl.store(dk + target, gradient.to(dk.dtype.element_ty), mask=across)
 

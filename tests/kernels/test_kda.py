@@ -201,3 +201,15 @@ def test_split_anywhere_with_carried_state_equals_one_pass(cut):
 def test_wrong_arguments_are_named(form, change, named):
     with pytest.raises(ValueError, match=named):
         run(form, **(inputs(8) | FLAGS | change))
+
+
+@pytest.mark.parametrize("form", [chunk_kda, naive_kda, recurrent_kda])
+def test_no_tokens_leave_the_state_alone(
+    form: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+) -> None:
+    empty = torch.zeros(1, 0, HEADS, WIDTH)
+    state = torch.randn(1, HEADS, WIDTH, VALUE)
+    values = torch.zeros(1, 0, HEADS, VALUE)
+    beta = torch.zeros(1, 0, HEADS)
+    out, final = run(form, q=empty, k=empty, v=values, g=empty, beta=beta, initial_state=state)
+    assert out.shape == values.shape and torch.equal(final, state)

@@ -52,7 +52,7 @@ def run(inputs: list[torch.Tensor], options: Options) -> tuple[torch.Tensor, tor
     """Outputs and final states in fp32 arithmetic."""
     q, k, v, g, beta, a_log, dt_bias, initial = inputs
     parameters = (a_log, dt_bias) if options.gate else (None, None)
-    out, final = fused.ChunkKda.apply(q, k, v, g, beta, *parameters, initial, True, options)
+    out, final = fused.ChunkKda.apply(q, k, v, g, beta, *parameters, initial, True, True, options)
     return out, final
 
 
@@ -225,3 +225,86 @@ def test_a_head_size_the_kernels_do_not_take_is_named() -> None:
         fused.chunk_kda_fused(
             x, x, x, x, x[..., 0], None, None, None, False, choose((0, 4), gate=False)
         )
+
+
+@pytest.mark.parametrize("shift", [-4.0, -30.0])
+def test_small_gradients_keep_their_precision(shift: float) -> None:
+    """Products that carry 2^+-anchor must not fall out of the range of fp32."""
+    inputs = [x.float().to(DEVICE) for x in draw(40, 1, shift=shift)]
+    d_out = torch.randn(40, 2, WIDTH, device=DEVICE)
+    grads = []
+    for size in (1.0, 2.0**-40):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        run(leaves, choose((0, 40)))[0].backward(d_out * size)
+        grads.append([x.grad / size for x in leaves if x.grad is not None])
+    for name, a, b in zip(NAMES, *grads, strict=True):
+        assert relative(b, a.double().cpu()) < 1e-5, name
+
+
+def test_large_values_have_finite_gradients() -> None:
+    inputs = draw(40, 1, shift=-30.0)
+    inputs[2] = inputs[2] * 1e4
+    wide = [x.clone().requires_grad_() for x in inputs]
+    narrow = [x.float().to(DEVICE).requires_grad_() for x in inputs]
+    out, _ = naive_kda(
+        *(x[None] for x in wide[:5]),
+        A_log=wide[5],
+        dt_bias=wide[6],
+        initial_state=wide[7],
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+    )
+    d_out = torch.randn_like(out[0])
+    out[0].backward(d_out)
+    run(narrow, choose((0, 40)))[0].backward(d_out.float().to(DEVICE))
+    for name, a, b in zip(NAMES[:5], narrow, wide, strict=False):
+        assert a.grad is not None and b.grad is not None
+        assert relative(a.grad, b.grad) < 1e-4, name
+
+
+def test_empty_sequences_at_both_ends() -> None:
+    inputs = [x.float().to(DEVICE) for x in draw(40, 3)]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out, final = run(leaves, choose((0, 0, 40, 40)))
+    (out.sum() + final.sum()).backward()
+    alone = [*inputs[:7], inputs[7][1:2]]
+    expected, expected_final = run(alone, choose((0, 40)))
+    assert torch.equal(out, expected) and torch.equal(final[1], expected_final[0])
+    assert torch.equal(final[0], inputs[7][0]) and torch.equal(final[2], inputs[7][2])
+    assert leaves[7].grad is not None
+    assert torch.equal(leaves[7].grad[0], torch.ones_like(leaves[7][0]))
+
+
+def test_expanded_gradients_and_strided_parameters() -> None:
+    inputs = [x.float().to(DEVICE) for x in draw(20, 1)]
+    rates = torch.stack([inputs[5], inputs[5] + 1], 1)  # A_log with a stride
+    grads: list[torch.Tensor | None] = []
+    outs: list[torch.Tensor] = []
+    for a_log in (rates[:, 0], inputs[5]):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        q, k, v, g, beta, _, dt_bias, initial = leaves
+        out, _ = fused.chunk_kda_fused(
+            q, k, v, g, beta, a_log, dt_bias, initial, False, choose((0, 20))
+        )
+        weight = torch.ones(20, 2, 1, device=DEVICE)
+        out.backward((weight if len(grads) else weight.clone()).expand_as(out))
+        grads.append(q.grad)
+        outs.append(out)
+    assert grads[0] is not None and grads[1] is not None
+    assert torch.equal(outs[0], outs[1]) and torch.equal(grads[0], grads[1])
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    inputs = [x.float().to(DEVICE).requires_grad_() for x in draw(20, 1)]
+    with torch.no_grad():
+        out, _ = fused.chunk_kda_fused(*inputs, False, choose((0, 20)))
+    assert out.grad_fn is None
+
+
+def test_a_second_derivative_is_refused() -> None:
+    inputs = [x.float().to(DEVICE).requires_grad_() for x in draw(20, 1)]
+    out, _ = fused.chunk_kda_fused(*inputs, False, choose((0, 20)))
+    (grad,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
