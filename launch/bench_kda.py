@@ -3,8 +3,8 @@
 Peers are flash-linear-attention and FlashKDA (the extension that vLLM ships, forward only); one
 that is not installed is left out and named. Every figure is the median of replays of a CUDA graph
 of the whole call, so that launch costs of Python count for nobody; the sides take turns in one
-process, on the same inputs, three rounds in alternating order. Before anything is timed, our results
-on these very inputs are compared with the token recurrence in fp64 on some of the heads.
+process, on the same inputs, three rounds in alternating order. Before anything is timed, our
+results on these very inputs are compared with the token recurrence in fp64 on some of the heads.
 """
 
 from __future__ import annotations
