@@ -4,6 +4,7 @@ from .archive import Archive
 from .base import MessageEnv, ToolEnv, tool
 from .check import check_env
 from .echo import Echo
+from .messages import declare_tools, said, tool_results
 from .registry import (
     make,
     make_config,
@@ -12,7 +13,7 @@ from .registry import (
     resolve_plugins,
     tasks,
 )
-from .types import Message, StopReason, Task
+from .types import Message, StopReason, Task, ToolCall
 
 register("archive-v0", Archive)
 register("echo-v0", Echo)
@@ -22,13 +23,17 @@ __all__ = [
     "MessageEnv",
     "StopReason",
     "Task",
+    "ToolCall",
     "ToolEnv",
     "check_env",
+    "declare_tools",
     "make",
     "make_config",
     "register",
     "registered",
     "resolve_plugins",
+    "said",
     "tasks",
     "tool",
+    "tool_results",
 ]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from .types import Message, ToolCall
+from .types import Action, Message, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
 Effort = Literal["low", "medium", "high", "max"]
@@ -93,6 +93,11 @@ def conversation(
     after = [tool_choice(choice)] if choice != "auto" else []
     after += [response] if response is not None else []
     return [*before, *messages, *after]
+
+
+def said(action: str) -> Message:
+    """The whole message behind the ``action`` of a step, thoughts and tool calls included."""
+    return action.message if isinstance(action, Action) else Message("assistant", action)
 
 
 def tool_results(calls: Sequence[ToolCall], answers: Sequence[str]) -> tuple[Message, ...]:

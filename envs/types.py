@@ -43,6 +43,8 @@ class Message:
     calls: tuple[ToolCall, ...] = ()
 
     def __post_init__(self) -> None:
+        if not all(isinstance(text, str) for text in (self.name, self.type, self.tool)):
+            raise TypeError("name, type and tool of a message are strings")
         if (self.thinking or self.calls) and self.role != "assistant":
             raise ValueError(f"a {self.role} message has no thinking and no calls")
         if (self.tool or self.index) and self.role != "tool":
@@ -53,6 +55,26 @@ class Message:
             raise ValueError(f"a {self.role} message has no type")
         if self.name and self.role == "tool":
             raise ValueError("a tool message has no name")
+
+
+class Action(str):
+    """What the policy answers: the text of its response, and in ``message`` all that it said.
+
+    ``faults`` are what was malformed; a malformed call is not in ``message``. The brief chat
+    format has plain strings instead; `farhorizon.envs.messages.said` takes either.
+    """
+
+    __slots__ = ("faults", "message")
+    message: Message
+    faults: tuple[str, ...]
+
+    def __new__(cls, message: Message, faults: tuple[str, ...] = ()) -> Action:
+        self = super().__new__(cls, message.content)
+        self.message, self.faults = message, faults
+        return self
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.message, self.faults
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import cast
 from transformers import PreTrainedTokenizerFast
 
 from ..configs.errors import UserError
-from ..envs.types import Message, Role
+from ..envs.types import Action, Message, Role
 from . import xtml
 from .bpe import SPECIAL_TOKENS, Style
 from .xtml import CLOSE, END_OF_MESSAGE, OPEN, ROLES, SEPARATOR, Piece, Reply
@@ -104,9 +104,9 @@ class ChatFormat:
         return [token for message in messages for token in self.render(message)]
 
     def text(self, sampled_ids: Sequence[int]) -> str:
-        """What the policy said, control tokens dropped; in the full style its response."""
+        """What the policy said, control tokens dropped; in the full style an `Action`."""
         if self.style == "full":
-            return self.read(sampled_ids).message.content
+            return Action(*self.read(sampled_ids))
         return self._backend.decode([int(token) for token in sampled_ids], skip_special_tokens=True)
 
     def read(self, sampled_ids: Sequence[int]) -> Reply:
@@ -131,7 +131,10 @@ class ChatFormat:
         if self.style == "full":
             return xtml.message_pieces(message, self.thinking)
         if message.calls:
-            raise ValueError("the brief chat format has no tool calls; use a tokenizer of the full")
+            raise UserError(
+                "the brief chat format has no tool calls; train the policy's tokenizer with "
+                'style="full"'
+            )
         trained = message.role == "assistant"
         return [
             *(Piece(OPEN, True, False), Piece(message.role, False, False)),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
@@ -12,10 +15,14 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from farhorizon.configs.errors import UserError
-from farhorizon.envs.messages import conversation, tool_results
-from farhorizon.envs.types import Message, ToolCall
+from farhorizon.configs.schema import RolloutConfig
+from farhorizon.envs import Echo, MessageEnv
+from farhorizon.envs.base import Observation, Step
+from farhorizon.envs.messages import conversation, said, tool_results
+from farhorizon.envs.types import Action, Message, Task, ToolCall
 from farhorizon.policy.bpe import MEDIA_TOKENS, text_token_room
 from farhorizon.policy.chat import chat_style
+from farhorizon.policy.corpus import demonstration
 from farhorizon.policy.tokenizer import (
     SPECIAL_TOKENS,
     ChatFormat,
@@ -23,7 +30,10 @@ from farhorizon.policy.tokenizer import (
     tokenizer_sha256,
     train_tokenizer,
 )
-from farhorizon.policy.xtml import WORDS
+from farhorizon.policy.xtml import WORDS, message_pieces
+from farhorizon.rollout.episode import run_groups
+
+from ..fakes import ScriptedGenerator
 
 TEXTS = ["def load_module(path): return path\n" * 5, "import json\nimport io\n" * 5]
 # As published, ids with gaps between them.
@@ -291,3 +301,81 @@ def test_folders_without_a_usable_tokenizer_say_what_to_do(tmp_path) -> None:
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(UserError, match="not a tokenizer file"):
             load_tokenizer(tmp_path)
+
+
+class Repeater(MessageEnv):
+    """Two turns; keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Message] = []
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        return (Message("user", "go"),), {}
+
+    def step(self, action: str) -> Step:
+        self.heard.append(said(action))
+        results = tool_results(self.heard[-1].calls, ["ok"] * len(self.heard[-1].calls))
+        return results or (Message("tool", "none"),), 0.0, len(self.heard) == 2, False, {}
+
+
+def test_an_episode_hears_tool_calls_and_reads_back_as_messages(chat: ChatFormat) -> None:
+    called = Message("assistant", "hm", thinking="t", calls=(CALL,))
+    answer = Message("assistant", "done")
+    turns = [chat.render(message)[len(chat.prompt()) :] for message in (called, answer)]
+    env = Repeater()
+    config = RolloutConfig(max_turn_tokens=1000)
+    groups, _ = run_groups(
+        ScriptedGenerator(turns), [Task("t", 0)], 1, lambda: env, chat, config, 4096
+    )
+    (played,) = groups[0].trajectories
+    assert env.heard == [called, answer]
+    assert chat.parse(played.token_ids.tolist()) == [
+        *(Message("user", "go"), called, *tool_results([CALL], ["ok"]), answer)
+    ]
+    assert played.token_ids[played.loss_mask].tolist() == turns[0] + turns[1]
+
+
+def test_a_demonstration_is_masked_as_a_rollout_of_it(chat: ChatFormat) -> None:
+    shown = demonstration(Echo(turns=2), 0, chat)
+    messages = chat.parse(shown.token_ids.tolist())
+    assert [m.role for m in messages] == ["user", "assistant", "tool", "assistant"]
+    sampled = [chat.render(m)[len(chat.prompt()) :] for m in messages if m.role == "assistant"]
+    assert shown.token_ids[shown.assistant_mask].tolist() == [i for ids in sampled for i in ids]
+
+
+def test_an_action_is_text_and_survives_another_process() -> None:
+    action = Action(Message("assistant", "next", calls=(CALL,)), ("fault",))
+    again = pickle.loads(pickle.dumps(action))
+    assert again == "next" and (again.message, again.faults) == (action.message, ("fault",))
+    assert said(again).calls == (CALL,)
+    assert said("plain") == Message("assistant", "plain")
+
+
+def test_the_guide_shows_what_is_rendered(chat: ChatFormat) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "chat-format.md").read_text()
+    names: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE):
+        exec(code, names)
+    expected = {True: "", False: ""}
+    for message in names["episode"]:
+        for piece in message_pieces(message):
+            expected[piece.trained] += "".join(piece.text.split())
+    block = re.search(r"^```text\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    assert block is not None
+    lines = block[1].splitlines()
+    for trained in (True, False):
+        shown = [line.removeprefix(">") for line in lines if line.startswith(">") == trained]
+        assert "".join("".join(shown).split()) == expected[trained]
+
+    env = names["Search"]()
+    opening, _ = env.reset(seed=0)
+    called, answer = (m for m in names["episode"] if m.role == "assistant")
+    results, *_ = env.step(Action(called))
+    _, reward, terminated, *_ = env.step(Action(answer))
+    assert (reward, terminated) == (1.0, True)
+    assert [*opening[:1], *opening[1:], called, *results] == [
+        message for message in names["episode"] if message.type != "thinking-effort"
+    ][:-1]
