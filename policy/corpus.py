@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..configs.errors import UserError
 from ..configs.text import STDLIB, text_folder, walk
-from ..envs.types import Message
+from ..envs.types import Action, Message
 from .tokenizer import END_OF_DOCUMENT, ChatFormat, control_id
 
 Split = Literal["train", "heldout"]
@@ -90,7 +90,7 @@ def expert_messages(env: Demonstrator, seed: int) -> Iterator[Message]:
     while not done:
         yield from messages
         action = env.expert()
-        yield Message("assistant", action)
+        yield action.message if isinstance(action, Action) else Message("assistant", action)
         messages, reward, terminated, truncated, _ = env.step(action)
         total += float(reward)
         done = terminated or truncated

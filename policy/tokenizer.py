@@ -90,5 +90,6 @@ def _instead(folder: Path) -> str:
         return "no tokenizer (tokenizer.json is missing)"
     return (
         "tokenizer.json is missing, and a tiktoken file alone is not read; write tokenizer.json "
-        "beside it with transformers.integrations.tiktoken.convert_tiktoken_to_fast"
+        "beside it with transformers.integrations.tiktoken.convert_tiktoken_to_fast, all control "
+        "tokens in the order of their ids, reserved ones too"
     )

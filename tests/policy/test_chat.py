@@ -346,6 +346,26 @@ def test_a_demonstration_is_masked_as_a_rollout_of_it(chat: ChatFormat) -> None:
     assert shown.token_ids[shown.assistant_mask].tolist() == [i for ids in sampled for i in ids]
 
 
+class Caller(Repeater):
+    """Its expert calls a tool, then answers."""
+
+    success_threshold = 0.0
+
+    def expert(self) -> str:
+        said = Message("assistant", "", calls=() if self.heard else (CALL,))
+        return Action(said)
+
+
+def test_an_expert_may_call_tools(chat: ChatFormat) -> None:
+    messages = chat.parse(demonstration(Caller(), 0, chat).token_ids.tolist())
+    assert messages == [
+        Message("user", "go"),
+        Message("assistant", "", calls=(CALL,)),
+        *tool_results([CALL], ["ok"]),
+        Message("assistant", ""),
+    ]
+
+
 def test_an_action_is_text_and_survives_another_process() -> None:
     action = Action(Message("assistant", "next", calls=(CALL,)), ("fault",))
     again = pickle.loads(pickle.dumps(action))
