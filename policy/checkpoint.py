@@ -12,16 +12,12 @@ a threshold that is missing is an error, never zeros.
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -29,28 +25,15 @@ from transformers import PreTrainedTokenizerFast
 from ..configs.errors import UserError
 from .config import PolicyConfig
 from .model import Policy
-from .records import (
-    STAGE_FILE,
-    StageRecord,
-    listed,
-    one_line,
-    read_config,
-    read_json,
-    read_stage,
-    write_json,
-)
+from .published import saved_fields
+from .records import STAGE_FILE, StageRecord, listed, read_config, read_stage, write_json
+from .shards import INDEX_FILE, SINGLE_FILE
+from .stored import read_weights, stored_parts
 from .tokenizer import END_OF_MESSAGE, load_tokenizer, tokenizer_sha256
 
 SHARD_BYTES = 4 * 10**9
-INDEX_FILE = "model.safetensors.index.json"
-ARCHITECTURE = "KimiLinearForCausalLM"
 
 Weights = Policy | Mapping[str, Tensor] | Iterator[tuple[str, Tensor]]
-
-_FUSED = re.compile(r"(.+\.block_sparse_moe\.experts)\.(w[123])")
-_THRESHOLD = ".gate.e_score_correction_bias"
-_PREFIX = "language_model."  # published checkpoints with a vision tower
-_IGNORED = ("vision_tower.", "mm_projector.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +51,14 @@ def save_checkpoint(
     config: PolicyConfig,
     tokenizer: PreTrainedTokenizerFast,
     stage: StageRecord,
+    *,
+    export: bool = False,
 ) -> Path:
     """Write a checkpoint folder, replacing one of the same name; returns its path.
 
     ``weights`` are all parameters and persistent buffers under their names in memory, in their
-    own dtypes; an iterator is consumed one shard at a time. ValueError when it is not the whole
-    policy.
+    own dtypes; an iterator is consumed one shard at a time. With ``export`` routed experts are
+    stored as MXFP4, else as they are. ValueError when it is not the whole policy.
     """
     folder = Path(folder)
     check_replaceable(folder)
@@ -81,17 +66,15 @@ def save_checkpoint(
     temporary = folder.parent / f".{folder.name}.partial"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    dtype = _write_weights(temporary, weights, config)
+    dtype = _write_weights(temporary, weights, config, export)
     tokenizer.save_pretrained(temporary)
-    fields = config.to_dict() | {
-        "architectures": [ARCHITECTURE],
-        "dtype": str(dtype).removeprefix("torch."),
+    changes = {
         "max_position_embeddings": stage.context,
         "bos_token_id": tokenizer.bos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.backend_tokenizer.token_to_id(END_OF_MESSAGE),
     }
-    write_json(temporary / "config.json", fields)
+    write_json(temporary / "config.json", saved_fields(config.to_dict(), changes, dtype, export))
     write_json(temporary / STAGE_FILE, asdict(stage))
     for file in temporary.iterdir():
         _flush(file)
@@ -109,7 +92,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: str | Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
-    """Read a checkpoint folder; parameters get ``dtype``, thresholds stay fp32.
+    """Read a checkpoint folder; parameters get ``dtype``, thresholds are fp32, and the gates and
+    convolutions that are published in fp32 are never made narrower.
 
     Raises `UserError` in one line for whatever is missing, unknown, torn or of the wrong shape.
     """
@@ -131,26 +115,24 @@ def load_checkpoint(folder: str | Path, dtype: torch.dtype = torch.float32) -> C
     return Checkpoint(load_policy(folder, dtype), tokenizer, stage)
 
 
-def load_policy(folder: str | Path, dtype: torch.dtype = torch.float32) -> Policy:
-    """Only the policy of a folder; errors as `load_checkpoint`."""
+def load_policy(folder: str | Path, dtype: torch.dtype | None = None) -> Policy:
+    """Only the policy of a folder, where ``dtype`` is None with the bits of its files; errors as
+    `load_checkpoint`. Experts that are stored as MXFP4 are bfloat16 then, which holds them."""
     folder = Path(folder)
     with torch.device("meta"):
         policy = Policy(read_config(folder))
-    policy.load_state_dict(_read_weights(folder, policy, dtype), assign=True)
+    policy.load_state_dict(read_weights(folder, policy, dtype), assign=True)
     return policy.eval()
 
 
-def save_policy(folder: str | Path, policy: Policy) -> None:
+def save_policy(folder: str | Path, policy: Policy, *, export: bool = False) -> None:
     """Config and weights alone, for tools that need no more; not atomic, an existing folder is
-    written into."""
+    written into. ``export`` as in `save_checkpoint`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = _write_weights(folder, policy, policy.config)
-    write_json(
-        folder / "config.json",
-        policy.config.to_dict()
-        | {"architectures": [ARCHITECTURE], "dtype": str(dtype).removeprefix("torch.")},
-    )
+    dtype = _write_weights(folder, policy, policy.config, export)
+    fields = saved_fields(policy.config.to_dict(), {}, dtype, export)
+    write_json(folder / "config.json", fields)
 
 
 def check_replaceable(folder: Path) -> None:
@@ -163,15 +145,7 @@ def check_replaceable(folder: Path) -> None:
         raise UserError(f"output {folder}: exists and is no checkpoint; choose another output")
 
 
-def file_names(name: str, shape: Iterable[int]) -> list[str]:
-    """Under which names the tensor called ``name`` in memory is stored."""
-    fused = _FUSED.fullmatch(name)
-    if fused is None:
-        return [name]
-    return [f"{fused[1]}.{expert}.{fused[2]}.weight" for expert in range(next(iter(shape)))]
-
-
-def _write_weights(folder: Path, weights: Weights, config: PolicyConfig) -> torch.dtype:
+def _write_weights(folder: Path, weights: Weights, config: PolicyConfig, export: bool) -> str:
     """Write shards of at most `SHARD_BYTES` and their index; the dtype of most tensors."""
     if isinstance(weights, Policy):
         weights = weights.state_dict()
@@ -181,7 +155,7 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig) -> torc
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     total = size = 0
-    dtype = torch.float32
+    dtype = "float32"
     for name, tensor in pairs:
         if tensor.shape != expected.pop(name, None):
             raise ValueError(
@@ -189,8 +163,8 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig) -> torc
                 "policy, has another shape or comes twice"
             )
         if name.endswith("embed_tokens.weight"):
-            dtype = tensor.dtype
-        for stored, part in _stored(name, tensor, config):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+        for stored, part in stored_parts(name, tensor, config, export):
             if shard and size + part.nbytes > SHARD_BYTES:
                 shards.append(_save_shard(folder, len(shards), shard))
                 shard, size = {}, 0
@@ -200,8 +174,10 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig) -> torc
     if expected:
         raise ValueError(f"checkpoint: tensors missing: {listed(sorted(expected))}")
     shards.append(_save_shard(folder, len(shards), shard))
+    for stale in (*folder.glob("model-*.safetensors"), folder / INDEX_FILE, folder / SINGLE_FILE):
+        stale.unlink(missing_ok=True)
     if len(shards) == 1:
-        (folder / _part(0)).rename(folder / "model.safetensors")
+        (folder / _part(0)).rename(folder / SINGLE_FILE)
         return dtype
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards):
@@ -212,20 +188,6 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig) -> torc
     return dtype
 
 
-def _stored(name: str, tensor: Tensor, config: PolicyConfig) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in the file that hold ``tensor``; copies of their own on the CPU."""
-    tensor = tensor.detach()
-    names = file_names(name, tensor.shape)
-    if _FUSED.fullmatch(name):
-        yield from zip(names, (part.cpu().clone() for part in tensor), strict=True)
-        return
-    if name.endswith(_THRESHOLD):
-        tensor = tensor.float()
-    if name.endswith("A_log") and config.gate_lower_bound is None:
-        tensor = tensor.view(1, 1, -1, 1)  # as Kimi-Linear publishes it
-    yield name, tensor.cpu().contiguous().clone()
-
-
 def _save_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
     save_file(tensors, folder / _part(number), metadata={"format": "pt"})
     return list(tensors)
@@ -233,81 +195,6 @@ def _save_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[s
 
 def _part(number: int) -> str:
     return f"part-{number}.safetensors"
-
-
-def _read_weights(folder: Path, policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A state dict for ``policy``, filled tensor by tensor from the files of ``folder``."""
-    weights: dict[str, Tensor] = {}
-    wrong: list[str] = []
-    with ExitStack() as stack:
-        stored = _open_shards(folder, stack)
-        expected = policy.state_dict()
-        names = {name: file_names(name, tensor.shape) for name, tensor in expected.items()}
-        wanted = {part for parts in names.values() for part in parts}
-        missing = sorted(wanted - stored.keys())
-        extra = sorted(name for name in stored.keys() - wanted if not name.startswith(_IGNORED))
-        if missing or extra:
-            problems = [
-                f"tensors {kind}: {listed(found)}"
-                for kind, found in (("missing", missing), ("unknown", extra))
-                if found
-            ]
-            raise UserError(f"{folder}: {'; '.join(problems)}")
-        for name, parts in names.items():
-            shape = expected[name].shape
-            kind = torch.float32 if name.endswith(_THRESHOLD) else dtype
-            target = torch.empty(shape, dtype=kind)
-            for part, place in zip(
-                parts, target if len(parts) > 1 or _FUSED.fullmatch(name) else [target], strict=True
-            ):
-                file, stored_name = stored[part]
-                try:
-                    value = _unpadded(part, file.get_tensor(stored_name), place.shape)
-                except SafetensorError as error:
-                    raise UserError(f"{folder}: {part}: {one_line(error)}") from None
-                if value.shape != place.shape:
-                    wrong.append(f"{part} {list(value.shape)} instead of {list(place.shape)}")
-                else:
-                    place.copy_(value)
-            weights[name] = target
-    if wrong:
-        raise UserError(f"{folder}: tensors of the wrong shape: {listed(wrong)}")
-    return weights
-
-
-def _unpadded(name: str, value: Tensor, shape: torch.Size) -> Tensor:
-    """Published ``A_log`` is ``[1, 1, H, 1]`` or zero-padded; here it is ``[H]``."""
-    if not name.endswith("A_log"):
-        return value
-    value = value.flatten()
-    heads = shape[0]
-    return value[:heads] if not bool(value[heads:].any()) else value
-
-
-def _open_shards(folder: Path, stack: ExitStack) -> dict[str, tuple[Any, str]]:
-    """The open file and stored name of every tensor, by its name without prefix."""
-    index = folder / INDEX_FILE
-    weight_map: dict[str, str] = {}
-    files = ["model.safetensors"]
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map", {})
-        files = sorted(set(weight_map.values()))
-        if not files or any(Path(name).name != name for name in files):
-            raise UserError(f"{index}: weight_map does not name files of this folder")
-    absent = [name for name in files if not (folder / name).is_file()]
-    if absent:
-        raise UserError(f"{folder}: files missing: {listed(absent)}")
-    stored: dict[str, tuple[Any, str]] = {}
-    for name in files:
-        try:
-            file = stack.enter_context(safe_open(folder / name, framework="pt"))
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{folder / name}: damaged or truncated ({one_line(error)})") from None
-        stored |= {key.removeprefix(_PREFIX): (file, key) for key in file.keys()}  # noqa: SIM118
-    lost = sorted({key.removeprefix(_PREFIX) for key in weight_map} - stored.keys())
-    if lost:
-        raise UserError(f"{index}: tensors missing in the shards: {listed(lost)}")
-    return stored
 
 
 def _flush(path: Path) -> None:

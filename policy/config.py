@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -86,7 +87,7 @@ class PolicyConfig(PretrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | None = None
 
-    _published = None  # the file it was read from, a `Published`
+    _published = None  # the file it was read from, a `Published`; no field: no annotation
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -186,6 +187,16 @@ class PolicyConfig(PretrainedConfig):
     def stores_mxfp4(self) -> bool:
         """Whether the file that this was read from says that routed experts are packed."""
         return self._published is not None and stores_mxfp4(self._published.source)
+
+    @property
+    def a_log_shape(self) -> tuple[int, ...] | None:
+        """The shape of ``A_log`` in the files that the policy was read from, if it was."""
+        return None if self._published is None else self._published.a_log_shape
+
+    def remember_a_log(self, shape: tuple[int, ...]) -> None:
+        """Save ``A_log`` in this shape: padding is no part of the policy, but of its files."""
+        if self._published is not None:
+            self._published = replace(self._published, a_log_shape=shape)
 
     @property
     def latent_norm_eps(self) -> float:

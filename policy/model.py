@@ -309,21 +309,22 @@ class Policy(PreTrainedModel, GenerationMixin):
         cls,
         pretrained_model_name_or_path: str | os.PathLike[str],
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> Policy:
-        """The policy of a checkpoint folder; parameters get ``dtype``, thresholds stay fp32."""
+        """The policy of a checkpoint folder, with the bits of its files; or parameters get
+        ``dtype``, but for thresholds and for gates and convolutions that are stored in fp32."""
         from .checkpoint import load_policy
 
         return load_policy(os.fspath(pretrained_model_name_or_path), dtype)
 
     def save_pretrained(  # type: ignore[override]
-        self, save_directory: str | os.PathLike[str], **_: Any
+        self, save_directory: str | os.PathLike[str], *, export: bool = False, **_: Any
     ) -> None:
-        """Write ``config.json`` and weights in the published layout; no tokenizer, no stages
-        (`checkpoint.save_checkpoint` writes a whole checkpoint)."""
+        """Write ``config.json`` and weights in the published layout, with ``export`` the experts as
+        MXFP4; no tokenizer, no stages (`checkpoint.save_checkpoint` writes a whole checkpoint)."""
         from .checkpoint import save_policy
 
-        save_policy(os.fspath(save_directory), self)
+        save_policy(os.fspath(save_directory), self, export=export)
 
     def routers(self) -> list[Router]:
         """The routers in layer order."""

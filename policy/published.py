@@ -17,6 +17,35 @@ TEXT_TYPE, NESTED_TYPE = "kimi_linear", "kimi_k3"
 TEXT_ARCHITECTURE, NESTED_ARCHITECTURE = "KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"
 MXFP4 = "mxfp4-pack-quantized"
 
+# What an export says of its experts, where the policy does not come from a file that says it.
+EXPORTED: Fields = {
+    "quant_method": "compressed-tensors",
+    "format": MXFP4,
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "format": MXFP4,
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "group",
+                "group_size": 32,
+                "symmetric": True,
+                "dynamic": False,
+                "scale_dtype": "torch.uint8",
+            },
+        }
+    },
+    "ignore": [
+        *("re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"),
+        *("re:.*routed_expert_(down|up)_proj.*", "re:.*block_sparse_moe\\.gate.*"),
+        *("re:.*lm_head.*", "re:.*vision_tower.*", "re:.*mm_projector.*"),
+    ],
+}
+
 # Of a nested file as a whole; what else stands at its top (token ids) holds for the text as well.
 _OF_THE_FILE = (
     *("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
@@ -84,6 +113,7 @@ class Published:
 
     source: Fields
     values: Fields
+    a_log_shape: tuple[int, ...] | None = None  # in the weight files beside it, once they were read
 
     @property
     def nested(self) -> bool:
@@ -106,6 +136,23 @@ def with_fields(published: Fields, changes: Fields) -> Fields:
             out[TEXT][name] = value
         if TEXT not in out or (name in out and name not in _OF_THE_FILE):
             out[name] = value
+    return out
+
+
+def saved_fields(published: Fields, changes: Fields, dtype: str, packed: bool) -> Fields:
+    """A config file for weights that are saved with other fields: most of them in ``dtype``, routed
+    experts ``packed`` or not."""
+    out = with_fields(published, changes)
+    nested = TEXT in out
+    text = out[TEXT] if nested else out
+    text["dtype"] = dtype
+    found = [part.pop(QUANTISATION) for part in (text, out) if part.get(QUANTISATION) is not None]
+    if packed:
+        text[QUANTISATION] = found[0] if found else copy.deepcopy(EXPORTED)
+    for part in (text, out):
+        part.update({name: dtype for name in ("dtype", "torch_dtype") if name in part})
+    out["model_type"] = NESTED_TYPE if nested else TEXT_TYPE
+    out["architectures"] = [NESTED_ARCHITECTURE if nested else TEXT_ARCHITECTURE]
     return out
 
 

@@ -1,7 +1,18 @@
-"""Mixture of experts: routing, Quantile Balancing statistics, SiTU-GLU and grouped experts."""
+"""Mixture of experts: routing, Quantile Balancing statistics, SiTU-GLU, grouped experts, and the
+4-bit format of published experts."""
 
 from .experts import grouped_experts, naive_experts, situ_glu
 from .histogram import QuantileHistogram
+from .mxfp4 import mxfp4_decode, mxfp4_encode, mxfp4_rounded
 from .route import route
 
-__all__ = ["QuantileHistogram", "grouped_experts", "naive_experts", "route", "situ_glu"]
+__all__ = [
+    "QuantileHistogram",
+    "grouped_experts",
+    "mxfp4_decode",
+    "mxfp4_encode",
+    "mxfp4_rounded",
+    "naive_experts",
+    "route",
+    "situ_glu",
+]

@@ -1,0 +1,166 @@
+"""Reading safetensors files straight into the tensors of a policy.
+
+Files are checked whole before a number is read, then read in pieces with plain reads: mapped files
+would count as memory a second time. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..configs.errors import UserError
+from ..kernels.moe import mxfp4_decode
+from .records import listed, one_line, read_json
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+PREFIX = "language_model."  # of the text policy where a vision tower stands beside it
+CHUNK = 1 << 22  # numbers read and converted at once
+
+FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_BYTES = "U8"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies: ``dtype`` as safetensors names it, ``start`` in bytes of the file."""
+
+    file: BinaryIO
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+class Shards:
+    """All tensors of a checkpoint folder, by their names without prefix; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Shards:
+        with self._stack:  # closed again if anything is wrong
+            placed = _weight_map(self.folder)
+            files = sorted(set(placed.values())) or [SINGLE_FILE]
+            absent = [name for name in files if not (self.folder / name).is_file()]
+            if absent:
+                raise UserError(f"{self.folder}: files missing: {listed(absent)}")
+            found: dict[str, str] = {}
+            for name in files:
+                for stored in self._open(self.folder / name):
+                    found[stored.name] = name
+                    plain = stored.name.removeprefix(PREFIX)
+                    if plain in self.tensors:
+                        raise UserError(f"{self.folder / name}: {plain} is stored twice")
+                    self.tensors[plain] = stored
+            lost = sorted(name for name, file in placed.items() if found.get(name) != file)
+            if lost:
+                raise UserError(
+                    f"{self.folder / INDEX_FILE}: tensors missing in the shards: {listed(lost)}"
+                )
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _open(self, path: Path) -> list[StoredTensor]:
+        try:
+            with safe_open(path, framework="pt"):  # it checks the header and the file's length
+                pass
+            file = self._stack.enter_context(path.open("rb", buffering=0))
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(length))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise UserError(f"{path}: damaged or truncated ({one_line(error)})") from None
+        return [
+            StoredTensor(
+                file,
+                name,
+                entry["dtype"],
+                tuple(entry["shape"]),
+                8 + length + entry["data_offsets"][0],
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        ]
+
+
+def read_floats(stored: StoredTensor, place: Tensor) -> bool:
+    """Fill the contiguous ``place`` with as many numbers, converted to its dtype; whether all are
+    finite. `UserError` where the file does not hold floats."""
+    source = FLOATS.get(stored.dtype)
+    if source is None:
+        raise UserError(f"{stored.file.name}: {stored.name} has dtype {stored.dtype}, not floats")
+    flat = place.view(-1)
+    middle = None if source == flat.dtype else torch.empty(min(CHUNK, len(flat)), dtype=source)
+    finite = True
+    for begin in range(0, len(flat), CHUNK):
+        part = flat[begin : begin + CHUNK]
+        raw = part if middle is None else middle[: len(part)]
+        _fill(stored, raw, begin)
+        if middle is not None:
+            part.copy_(raw)
+        finite = finite and bool(torch.isfinite(part).all())
+    return finite
+
+
+def read_mxfp4(packed: StoredTensor, scale: StoredTensor, place: Tensor) -> bool:
+    """`read_floats` of a matrix that is stored as 4-bit floats and their scales."""
+    for stored in (packed, scale):
+        if stored.dtype != _BYTES:
+            raise UserError(
+                f"{stored.file.name}: {stored.name} has dtype {stored.dtype}, not {_BYTES}"
+            )
+    codes, powers = (torch.empty(s.shape, dtype=torch.uint8) for s in (packed, scale))
+    _fill(packed, codes.view(-1), 0)
+    _fill(scale, powers.view(-1), 0)
+    step = max(1, CHUNK // place.shape[1])
+    finite = True
+    for first in range(0, len(place), step):
+        some = slice(first, first + step)
+        place[some] = mxfp4_decode(codes[some], powers[some], place.dtype)
+        finite = finite and bool(torch.isfinite(place[some]).all())
+    return finite
+
+
+def _fill(stored: StoredTensor, numbers: Tensor, begin: int) -> None:
+    """Read ``numbers [n]`` from the ``begin``-th of the stored ones on."""
+    if len(numbers) == 0:
+        return
+    view = numbers.view(torch.uint8).numpy().data
+    offset = stored.start + begin * numbers.element_size()
+    while view:
+        count = os.preadv(stored.file.fileno(), [view], offset)
+        if count == 0:
+            raise UserError(f"{stored.file.name}: damaged or truncated (ends in {stored.name})")
+        view, offset = view[count:], offset + count
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of every tensor as the index says it; empty where there is none."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return {}
+    found = read_json(index).get("weight_map")
+    placed: dict[str, str] = found if isinstance(found, dict) else {}
+    names = list(placed.values())
+    if not names or not all(isinstance(f, str) and f and Path(f).name == f for f in names):
+        raise UserError(f"{index}: weight_map does not name files of this folder")
+    return placed

@@ -1,0 +1,210 @@
+"""Under which names, and in which shapes and dtypes, the tensors of a policy lie in files.
+
+Experts are one tensor per layer in memory and one per expert in files, there possibly as 4-bit
+floats. ``A_log`` is padded or has more dimensions, and beside a vision tower every name has a
+prefix. Some parameters are fp32 whatever the others are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..configs.errors import UserError
+from ..kernels.moe import mxfp4_encode
+from .config import PolicyConfig
+from .model import Policy
+from .records import listed
+from .shards import FLOATS, PREFIX, Shards, StoredTensor, read_floats, read_mxfp4
+
+PADDED_HEADS = 128  # a published A_log beside a vision tower is padded to a multiple of this
+
+_FUSED = re.compile(r"(.+\.block_sparse_moe\.experts)\.(w[123])")
+_THRESHOLD = ".gate.e_score_correction_bias"
+_WIDE = (".A_log", ".dt_bias", "_conv1d.weight", ".o_norm.weight")  # fp32 in published files
+_PACKED, _SCALE = "_packed", "_scale"  # after the name of a matrix
+_VISION = ("vision_tower.", "mm_projector.")
+
+
+def file_names(name: str, shape: Iterable[int]) -> list[str]:
+    """Under which names the tensor called ``name`` in memory is stored, without the prefix."""
+    fused = _FUSED.fullmatch(name)
+    if fused is None:
+        return [name]
+    return [f"{fused[1]}.{expert}.{fused[2]}.weight" for expert in range(next(iter(shape)))]
+
+
+def stored_parts(
+    name: str, tensor: Tensor, config: PolicyConfig, export: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in files that hold ``tensor``; copies of their own on the CPU.
+
+    With ``export`` experts are encoded. ValueError for one that cannot be.
+    """
+    tensor = tensor.detach()
+    prefix = PREFIX if config.nested else ""
+    names = [prefix + stored for stored in file_names(name, tensor.shape)]
+    if _FUSED.fullmatch(name):
+        for stored, part in zip(names, tensor, strict=True):
+            if not export:
+                yield stored, part.cpu().clone()
+                continue
+            if not bool(torch.isfinite(part).all()):
+                raise ValueError(f"checkpoint: {stored} is not finite, it cannot be exported")
+            packed, scale = mxfp4_encode(part)
+            yield stored + _PACKED, packed.cpu()
+            yield stored + _SCALE, scale.cpu()
+        return
+    if name.endswith(_THRESHOLD):
+        tensor = tensor.float()
+    if name.endswith(".A_log"):
+        shape = _a_log_shape(config, len(tensor))
+        padding = tensor.new_zeros(torch.Size(shape).numel() - len(tensor))
+        tensor = torch.cat([tensor, padding]).view(shape)
+    yield names[0], tensor.cpu().contiguous().clone()
+
+
+def read_weights(folder: Path, policy: Policy, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """A state dict for ``policy``, filled piece by piece from the files of ``folder``.
+
+    Parameters get ``dtype``, or keep that of the files if it is None; thresholds are fp32, and
+    those parameters that are fp32 in the files are never made narrower.
+    """
+    weights: dict[str, Tensor] = {}
+    config = policy.config
+    with Shards(folder) as shards:
+        expected = policy.state_dict()
+        names = {name: file_names(name, tensor.shape) for name, tensor in expected.items()}
+        _check(shards, expected, names, config)
+        infinite: list[str] = []
+        for name, parts in names.items():
+            fused = _FUSED.fullmatch(name) is not None
+            kind = _dtype(name, parts, shards, dtype)
+            target = torch.empty(expected[name].shape, dtype=kind)
+            for part, place in zip(parts, target if fused else [target], strict=True):
+                if fused and config.stores_mxfp4:
+                    packed, scale = (shards.tensors[part + end] for end in (_PACKED, _SCALE))
+                    finite = read_mxfp4(packed, scale, place)
+                elif name.endswith(".A_log"):
+                    finite = _read_a_log(shards.tensors[part], place)
+                else:
+                    finite = read_floats(shards.tensors[part], place)
+                if not finite:
+                    infinite.append(part)
+            weights[name] = target
+        if infinite:
+            raise UserError(f"{folder}: tensors that are not finite: {listed(infinite)}")
+        _remember_a_log(shards, names, config)
+    return weights
+
+
+def _check(
+    shards: Shards, expected: dict[str, Tensor], names: dict[str, list[str]], config: PolicyConfig
+) -> None:
+    """Every tensor of the policy must be there with its shape, and nothing else."""
+    folder, stored = shards.folder, shards.tensors
+    wanted: dict[str, tuple[int, ...]] = {}
+    has_experts = False
+    for name, parts in names.items():
+        shape = tuple(expected[name].shape)
+        if _FUSED.fullmatch(name) is None:
+            wanted[parts[0]] = shape
+            continue
+        has_experts = True
+        rows, width = shape[1:]
+        for part in parts:
+            if config.stores_mxfp4:
+                wanted[part + _PACKED] = (rows, width // 2)
+                wanted[part + _SCALE] = (rows, width // 32)
+            else:
+                wanted[part] = (rows, width)
+    packed = any(name.endswith(".weight" + _PACKED) for name in stored)
+    if has_experts and packed != config.stores_mxfp4:
+        said, found = ("no", "as packed") if packed else ("a", "as plain")
+        raise UserError(
+            f"{folder}: config.json has {said} quantization_config, but experts are stored "
+            f"{found} weights"
+        )
+    vision = _VISION if config.nested else ()
+    missing = sorted(wanted.keys() - stored.keys())
+    extra = sorted(name for name in stored.keys() - wanted.keys() if not name.startswith(vision))
+    if missing or extra:
+        problems = [
+            f"tensors {kind}: {listed(found)}"
+            for kind, found in (("missing", missing), ("unknown", extra))
+            if found
+        ]
+        raise UserError(f"{folder}: {'; '.join(problems)}")
+    wrong = [
+        f"{name} {list(stored[name].shape)} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if not _fits(stored[name], name, shape)
+    ]
+    if wrong:
+        raise UserError(f"{folder}: tensors of the wrong shape: {listed(wrong)}")
+    _check_gate(shards, config)
+
+
+def _fits(stored: StoredTensor, name: str, shape: tuple[int, ...]) -> bool:
+    if not name.endswith(".A_log"):
+        return stored.shape == shape
+    heads = shape[0]
+    padded = len(stored.shape) == 1 and stored.shape[0] >= heads
+    return padded or stored.shape == (1, 1, heads, 1)
+
+
+def _check_gate(shards: Shards, config: PolicyConfig) -> None:
+    """Only gates without a bound are published with an ``A_log`` of four dimensions."""
+    decays = {n: s.shape for n, s in shards.tensors.items() if n.endswith(".A_log")}
+    bound = config.gate_lower_bound
+    if bound is not None and decays and all(len(shape) == 4 for shape in decays.values()):
+        name, shape = next(iter(decays.items()))
+        raise UserError(
+            f"{shards.folder}: config.json says linear_attn_config.gate_lower_bound={bound:g}, "
+            f"but {name} {list(shape)} is that of a softplus gate, which has no bound: null"
+        )
+
+
+def _dtype(name: str, parts: list[str], shards: Shards, dtype: torch.dtype | None) -> torch.dtype:
+    if name.endswith(_THRESHOLD):
+        return torch.float32
+    kinds = [FLOATS.get(shards.tensors[part].dtype) for part in parts if part in shards.tensors]
+    stored = torch.bfloat16 if not kinds else kinds[0] or torch.float32
+    for kind in kinds:
+        stored = torch.promote_types(stored, kind or stored)
+    if dtype is None:
+        return stored
+    keep = name.endswith(_WIDE) and stored == torch.float32
+    return torch.promote_types(dtype, stored) if keep else dtype
+
+
+def _read_a_log(stored: StoredTensor, place: Tensor) -> bool:
+    """`read_floats` without the padding; `UserError` if that is not zero."""
+    whole = torch.empty(torch.Size(stored.shape).numel(), dtype=place.dtype)
+    finite = read_floats(stored, whole)
+    if bool(whole[len(place) :].any()):
+        raise UserError(
+            f"{stored.file.name}: {stored.name} {list(stored.shape)} has more than the "
+            f"{len(place)} heads of config.json's linear_attn_config.num_heads"
+        )
+    place.copy_(whole[: len(place)])
+    return finite
+
+
+def _remember_a_log(shards: Shards, names: dict[str, list[str]], config: PolicyConfig) -> None:
+    shapes = {shards.tensors[name].shape for name in names if name.endswith(".A_log")}
+    if len(shapes) == 1:
+        config.remember_a_log(shapes.pop())
+
+
+def _a_log_shape(config: PolicyConfig, heads: int) -> tuple[int, ...]:
+    """As in the files that the policy was read from; else as published for its kind."""
+    if config.a_log_shape is not None:
+        return config.a_log_shape
+    if config.nested:
+        return (-(-heads // PADDED_HEADS) * PADDED_HEADS,)
+    return (heads,) if config.gate_lower_bound is not None else (1, 1, heads, 1)
