@@ -7,6 +7,7 @@ tags and anchors are refused, so that reading somebody else's config never runs 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -21,6 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from .errors import UserError
 
 PRESETS = Path(__file__).parent
+
+_PLURAL = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts"}
 
 C = TypeVar("C")
 Data = dict[str, Any]
@@ -40,6 +43,11 @@ def load_config(schema: type[C], source: str | None, overrides: list[str]) -> C:
         _build(schema, data, "", f"in {path}", partial=True)
     where = f"in {source} or on the command line" if source else "on the command line"
     return _override(schema, data, overrides, where)
+
+
+def parse_config(schema: type[C], text: str, where: str) -> C:
+    """Build a `schema` instance from YAML text such as `dump_config` gives."""
+    return _build(schema, _parse(text, where), "", where, partial=False)
 
 
 def check_overrides(schema: type, overrides: list[str]) -> None:
@@ -65,7 +73,7 @@ def find_config(schema: type, source: str) -> Path:
     kind = schema.__name__.removesuffix("Config").lower()
     presets = [PRESETS / f"{source}.yaml", PRESETS / kind / f"{source}.yaml"]
     for path in [Path(source), *presets]:
-        if path.is_file():
+        if os.path.isfile(path):  # asks without an exception whatever the name is
             return path
     names = sorted(p.stem for p in (PRESETS / kind).glob("*.yaml"))
     near = difflib.get_close_matches(source.removeprefix(f"{kind}/"), names, n=1)
@@ -113,6 +121,8 @@ def _parse(text: str, where: str) -> Data:
         raise UserError(f"invalid YAML {where}{line}: {problem}") from None
     except OmegaConfBaseException as error:
         raise UserError(f"invalid value {where}: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise UserError(f"invalid YAML {where}: it is nested too deeply") from None
     data = OmegaConf.to_container(config, resolve=False)
     if not isinstance(data, dict):
         raise UserError(f"config {where}: expected key: value lines, found a {type(data).__name__}")
@@ -195,10 +205,12 @@ def _convert(
     elif get_origin(inner) is tuple and str in items and isinstance(value, list | tuple):
         for item in value:
             _refuse_bare(item, key, where)
+            if not isinstance(item, str):  # OmegaConf would take the text of it
+                raise UserError(f"{key} {where}: {item!r} is not text")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), {name: value})
         result = OmegaConf.to_container(merged, resolve=False, throw_on_missing=False)
-    except OmegaConfBaseException:
+    except (OmegaConfBaseException, TypeError):  # TypeError: an object where a list belongs
         raise UserError(f"{key} {where}: {value!r} is not {_describe(hint)}") from None
     leaf = result[name]  # pyright: ignore[reportCallIssue, reportArgumentType, reportOptionalSubscript]
     return tuple(leaf) if get_origin(inner) is tuple else leaf
@@ -229,8 +241,15 @@ def _describe(hint: Any) -> str:
         return "one of " + ", ".join(map(str, options))
     if get_origin(hint) in (Union, UnionType):
         return " or ".join("null" if o is NoneType else _describe(o) for o in options)
+    if get_origin(hint) is dict:
+        return "an object such as {key: value}"
+    if get_origin(hint) is tuple:
+        items = get_args(hint)
+        count = "" if items[-1] is Ellipsis else f"{len(items)} "
+        kind = f"{items[0].__name__} objects" if is_dataclass(items[0]) else _PLURAL[items[0]]
+        return f"a list of {count}{kind}, such as [...]"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return words.get(hint, f"a {hint}")
+    return words[hint]
 
 
 def _plain(value: Any) -> Any:

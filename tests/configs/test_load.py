@@ -133,21 +133,43 @@ def test_misspelt_key_is_named_with_its_neighbour(tmp_path: Path, key: str, near
         ("steps=1.5", "steps on the command line: 1.5 is not a whole number"),
         ("steps=true", "steps on the command line: True is not a whole number"),
         ("learner.zero_stage=7", r"7 is not one of 0, 1, 2, 3"),
-        ("learner.betas=[0.9]", r"learner\.betas .*not a tuple"),
+        ("learner.betas=[0.9]", r"learner\.betas .*\[0\.9\] is not a list of 2 numbers"),
         ("learner.betas=0.9", r"learner\.betas"),
         ("learner=5", "learner on the command line: expected LearnerConfig keys, got 5"),
         ("learner=null", "learner on the command line"),
         ("steps", "override 'steps' is not of the form key=value"),
         ("=3", "is not of the form key=value"),
         ("steps.x=1", r"steps on the command line"),
-        ("env.kwargs=5", r"env\.kwargs on the command line: 5 is not a dict"),
-        ("env.plugins=my.py", r"env\.plugins .*'my\.py'"),
+        ("env.kwargs=5", r"env\.kwargs on the command line: 5 is not an object such as"),
+        (
+            "env.plugins=my.py",
+            r"env\.plugins .*'my\.py' is not a list of texts, such as \[\.\.\.\]",
+        ),
+        ("env.plugins=[[my.py]]", r"env\.plugins on the command line: \['my\.py'\] is not text"),
         ("learner.lr=[1", r"invalid YAML for learner\.lr on the command line"),
     ],
 )
 def test_wrong_values_name_the_key(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_config(TrainConfig, None, [*BASE, override])
+
+
+@pytest.mark.parametrize("value", ["{}", "5", "null"])
+def test_stages_must_be_a_list(value: str) -> None:
+    with pytest.raises(UserError, match=rf"^stages .*{value}|None is not a list of Stage objects"):
+        load_config(StageConfig, "quickstart", [f"stages={value}"])
+
+
+def test_a_file_that_is_nested_without_end_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text("\n".join(" " * depth + "a:" for depth in range(900)))
+    with pytest.raises(UserError, match=rf"^invalid YAML in {path}: it is nested too deeply$"):
+        load_config(TrainConfig, str(path), [])
+
+
+def test_a_name_longer_than_any_file_has_is_no_file() -> None:
+    with pytest.raises(UserError, match="no such file or train preset"):
+        load_config(TrainConfig, "x" * 5000, [])
 
 
 def test_missing_required_keys_are_named() -> None:
