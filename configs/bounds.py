@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
@@ -29,6 +30,7 @@ class _Range:
     def __str__(self) -> str:
         if self.high < math.inf:
             text = "at least {} and below {}" if self.half else "between {} and {}"
+            text = "above {} and at most {}" if self.open else text
             return text.format(self.low, self.high)
         return f"{'above' if self.open else 'at least'} {self.low:g}"
 
@@ -36,6 +38,7 @@ class _Range:
 _ANY = _Range(0)
 _ONE = _Range(1)
 _POSITIVE = _Range(0, open=True)
+_THREADS = _Range(0, 1024)  # with millions no process of the machine can start another
 _SHARE = _Range(0, 1)
 _SEED = _Range(0, 2**32 - 1)  # all that numpy.random.seed takes, and with it TRL
 
@@ -43,14 +46,14 @@ _SEED = _Range(0, 2**32 - 1)  # all that numpy.random.seed takes, and with it TR
 _TABLE: dict[type, dict[str, _Range]] = {
     schema.RolloutConfig: {
         "actors": _ONE,
-        "threads": _ANY,
+        "threads": _THREADS,
         "gpus": _SHARE,
         "concurrency": _ONE,
         "temperature": _ANY,
         "max_turn_tokens": _ONE,
         "max_turns": _ONE,
         "env_retries": _ANY,
-        "env_timeout_s": _POSITIVE,
+        "env_timeout_s": _Range(0, threading.TIMEOUT_MAX, open=True),
         "max_error_fraction": _SHARE,
     },
     schema.AlgorithmConfig: {
@@ -60,7 +63,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
     },
     schema.LearnerConfig: {
         "ranks": _ONE,
-        "threads": _ANY,
+        "threads": _THREADS,
         "gpus": _SHARE,
         "micro_batch_tokens": _ONE,
         "minibatches": _ONE,
@@ -89,7 +92,8 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "eval_episodes": _ANY,
         "save_every": _ANY,
         "keep": _ONE,
-        "rollout.temperature": _POSITIVE,  # greedy samples have no distribution to learn from
+        # Greedy samples have no distribution to learn from, and near 0 fp32 holds none.
+        "rollout.temperature": _Range(1e-3),
     },
     schema.Stage: {"context": _Range(2), "steps": _ONE, "batch_tokens": _ONE, "lr": _POSITIVE},
     schema.StageConfig: {"seed": _SEED, "vocab_size": _ONE, "episode_fraction": _SHARE},
@@ -102,7 +106,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "warmup_steps": _ANY,
         "grad_clip": _ANY,
         "ranks": _ONE,
-        "threads": _ANY,
+        "threads": _THREADS,
         "gpus": _SHARE,
     },
     schema.EvalConfig: {"seed": _SEED, "episodes": _ONE, "context": _ONE, "visible_context": _ONE},

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..configs.errors import RunFailed
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -39,14 +41,14 @@ def sample(
     ``logits`` [N, V] on any device, ``temperature`` one number or fp64 [N], ``keys`` uint64 [N],
     ``positions`` int64 [N]: index of the new token in its trajectory. Temperature 0 takes the
     most likely token and reports its log-prob at temperature 1. Returns int64 [N], fp32 [N];
-    raises FloatingPointError naming the row if a row's logits are not finite.
+    raises RunFailed if a row's logits are not finite.
     """
     wide = logits.double()
     heat = np.broadcast_to(np.asarray(temperature, np.float64), len(logits))
     greedy = heat == 0.0
-    if (heat != 1.0).any():
-        wide = wide / torch.from_numpy(np.where(greedy, 1.0, heat)).to(wide.device)[:, None]
     wide = wide - wide.amax(-1, keepdim=True)
+    if (heat != 1.0).any():  # after the subtraction, so that no temperature is too low for it
+        wide = wide / torch.from_numpy(np.where(greedy, 1.0, heat)).to(wide.device)[:, None]
     cdf = wide.exp().cumsum(-1)
     total = cdf[:, -1:]
     point = torch.from_numpy(uniforms(keys, positions)).to(wide.device)[:, None] * total
@@ -60,5 +62,8 @@ def sample(
     both = torch.cat((tokens.double(), logprobs), dim=-1).cpu().numpy()
     if not np.isfinite(both).all():
         row = int(np.flatnonzero(~np.isfinite(both).all(-1))[0])
-        raise FloatingPointError(f"logits of row {row} are not finite")
+        raise RunFailed(
+            f"rollout: logits of row {row} are not finite: the weights of this policy have grown "
+            "too large; go on from an earlier checkpoint, with a lower lr"
+        )
     return both[:, 0].astype(np.int64), both[:, 1].astype(np.float32)

@@ -61,8 +61,17 @@ def test_defaults_are_within_bounds(schema: type) -> None:
         (TrainConfig, "algorithm.clip_low=0", "algorithm.clip_low=0.0 must be above 0"),
         (TrainConfig, "algorithm.dual_clip=1", "algorithm.dual_clip=1.0 must be above 1"),
         (TrainConfig, "sync.canary_tolerance=0", "sync.canary_tolerance=0.0 must be above 0"),
-        (TrainConfig, "rollout.temperature=0", "rollout.temperature=0.0 must be above 0"),
+        (TrainConfig, "rollout.temperature=0", "rollout.temperature=0.0 must be at least 0.001"),
+        (TrainConfig, "rollout.temperature=1e-40", "rollout.temperature=1e-40 must be at least"),
         (TrainConfig, "rollout.env_timeout_s=0", "rollout.env_timeout_s=0.0 must be above 0"),
+        (TrainConfig, "rollout.threads=1025", "rollout.threads=1025 must be between 0 and 1024"),
+        (TrainConfig, "learner.threads=99999", "learner.threads=99999 must be between 0 and 1024"),
+        (SftConfig, "threads=99999", "threads=99999 must be between 0 and 1024"),
+        (  # more than a lock can wait
+            TrainConfig,
+            "rollout.env_timeout_s=1e11",
+            "rollout.env_timeout_s=100000000000.0 must be above 0 and at most 9",
+        ),
         (
             TrainConfig,
             "rollout.max_error_fraction=1.1",

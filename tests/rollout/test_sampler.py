@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from farhorizon.configs.errors import RunFailed
 from farhorizon.rollout.sampler import sample, stream_key, uniforms
 
 
@@ -68,5 +69,14 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
 def test_logits_that_are_not_finite_stop_the_run() -> None:
     logits = torch.zeros(3, 4)
     logits[1, 2] = float("nan")
-    with pytest.raises(FloatingPointError, match="row 1"):
+    with pytest.raises(RunFailed, match="logits of row 1 are not finite"):
         sample(logits, 1.0, np.zeros(3, np.uint64), np.zeros(3, np.int64))
+
+
+@pytest.mark.parametrize("heat", [1e-3, 1e-40, 1e-300, 5e-324])
+def test_a_temperature_near_zero_is_nearly_greedy(heat: float) -> None:
+    logits = torch.tensor([[3.0, 50.0, -7.0], [0.5, 0.25, 0.0]])
+    keys, positions = np.array([1, 2], np.uint64), np.array([5, 6])
+    tokens, logprobs = sample(logits, heat, keys, positions)
+    assert tokens.tolist() == [1, 0]
+    assert logprobs.tolist() == [0.0, 0.0]
