@@ -54,7 +54,7 @@ def make(id: str, /, **kwargs: Any) -> MessageEnv:
         env = factory(**kwargs)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EnvBuildError(
             f"env.id {id!r} cannot be built with env.kwargs {kwargs}: {_one_line(error)}"
         ) from error
@@ -77,7 +77,7 @@ def load_plugin(plugin: str) -> ModuleType:
     if plugin not in _plugins:
         try:
             _plugins[plugin] = importlib.import_module(plugin)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(
                 f"env.plugins: cannot import module {plugin!r}: {_one_line(error)}; "
                 "name an installed module or the path of a .py file"
@@ -121,7 +121,7 @@ def _execute(name: str, path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may end with sys.exit()
         del sys.modules[name]
         raise UserError(f"env.plugins: cannot import {path}: {_one_line(error)}") from error
     return module
@@ -167,7 +167,7 @@ def _check_arguments(id: str, factory: Callable[..., Any], kwargs: Mapping[str, 
         ) from error
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

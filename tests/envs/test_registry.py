@@ -125,6 +125,20 @@ def test_a_misspelt_plugin_is_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_a_plugin_that_ends_the_process_is_one_line(tmp_path: Path) -> None:
+    """Scripts do, for example on a missing key; so may constructors."""
+    (tmp_path / "quits_at_once.py").write_text("import sys\nsys.exit('no key')\n")
+    with pytest.raises(UserError, match=r"^env\.plugins: cannot import .*: SystemExit: no key$"):
+        make_config(EnvConfig(id="x", plugins=(str(tmp_path / "quits_at_once.py"),)))
+    (tmp_path / "quits_later.py").write_text(
+        "import sys\nfrom farhorizon.envs import MessageEnv\n"
+        "class Quits(MessageEnv):\n    def __init__(self): sys.exit(3)\n"
+    )
+    plugin = str(tmp_path / "quits_later.py")
+    with pytest.raises(UserError, match=r"cannot be built .*: SystemExit: 3$"):
+        make_config(EnvConfig(id="quits_later:Quits", plugins=(plugin,)))
+
+
 @pytest.mark.parametrize("id", ["os:system", "builtins:eval", "farhorizon.envs.echo:Echo", "os:"])
 @pytest.mark.parametrize("plugins", [(), ("os", "builtins")])
 def test_no_other_callable_is_called(tmp_path: Path, id: str, plugins: tuple[str, ...]) -> None:
