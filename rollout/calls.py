@@ -254,6 +254,7 @@ def build(factory: Callable[[], MessageEnv], task: Task) -> tuple[MessageEnv, tu
     env = factory()
     try:
         messages, _ = env.reset(seed=task.seed, options={"task": task})
+        _check_threshold(env)
         return env, checked_messages(messages)
     except BaseException:
         with suppress(Exception):
@@ -264,7 +265,19 @@ def build(factory: Callable[[], MessageEnv], task: Task) -> tuple[MessageEnv, tu
 def answer(env: MessageEnv, text: str) -> tuple[tuple[Message, ...], Any, bool, bool]:
     """One step: new messages, the raw reward, terminated, truncated."""
     messages, reward, terminated, truncated, _ = env.step(text)
+    for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        if not isinstance(flag, bool | np.bool_):  # bool("False") would be True
+            raise TypeError(f"step returned {name} of type {type(flag).__name__}, not bool")
     return checked_messages(messages), reward, bool(terminated), bool(truncated)
+
+
+def _check_threshold(env: MessageEnv) -> None:
+    threshold: Any = env.success_threshold
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+        raise UserError(
+            f"environment {type(env).__name__}: success_threshold must be a number, got "
+            f"{shown(threshold)}"
+        )
 
 
 def checked_messages(value: Any) -> tuple[Message, ...]:

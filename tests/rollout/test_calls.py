@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from threading import Event, get_ident
 from typing import Any
 
+import numpy as np
 import pytest
 
 from farhorizon.configs.schema import RolloutConfig
 from farhorizon.envs.registry import EnvBuildError
 from farhorizon.envs.types import StopReason, Task
-from farhorizon.rollout.calls import EnvCalls
+from farhorizon.rollout.calls import EnvCalls, answer
 from farhorizon.rollout.episode import run_groups
 
 from ..fakes import ScriptedEnv, ScriptedGenerator, WordChat
@@ -146,6 +147,19 @@ def test_an_environment_that_hangs_is_retried_then_masked(hang_at: int, release:
     while Hanging.closed < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert Hanging.closed == Hanging.built == 3
+
+
+@pytest.mark.parametrize("flag", ["False", None, 0, np.array([True])])
+def test_a_flag_that_is_no_bool_is_a_fault(flag: object) -> None:
+    """``bool("False")`` is True: the episode would end as if it had been asked to."""
+
+    class Odd(ScriptedEnv):
+        def step(self, action: str) -> Any:
+            return (), 1.0, flag, False, {}
+
+    with pytest.raises(TypeError, match=r"^step returned terminated of type \w+, not bool$"):
+        answer(Odd(), "x")
+    assert answer(ScriptedEnv(), "x") == ((), 1.0, True, False)
 
 
 def test_a_constructor_that_fails_later_on_is_a_fault(calls: EnvCalls) -> None:
