@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from transformers import PreTrainedTokenizerFast
@@ -75,6 +76,7 @@ class ChatFormat:
         self._names = {index: token.content for index, token in added.items()}
         # What stands for unknown characters is text.
         self._forbidden = {index for index, name in self._names.items() if name != "[UNK]"}
+        self._longest = max(map(len, self._backend.get_vocab()))  # characters of a token
         self._words = {word: self._encode(word) for word in xtml.WORDS}
 
     @property
@@ -99,9 +101,24 @@ class ChatFormat:
         mask = [piece.trained for piece, ids in pieces for _ in ids]
         return [token for _, ids in pieces for token in ids], mask
 
-    def render_reply(self, messages: Iterable[Message]) -> list[int]:
-        """Several messages in order."""
-        return [token for message in messages for token in self.render(message)]
+    def render_reply(self, messages: Iterable[Message], room: int | None = None) -> list[int]:
+        """Several messages in order.
+
+        Where they are longer than ``room`` tokens, maybe only so much of them that this shows: a
+        text of megabytes takes minutes.
+        """
+        token_ids: list[int] = []
+        for message in messages:
+            if room is None:
+                token_ids += self.render(message)
+                continue
+            if len(token_ids) > room:
+                break
+            characters = (room + 1) * self._longest  # where a token holds no more, that is enough
+            start = self.render(replace(message, content=message.content[:characters]))
+            cut = len(message.content) > characters
+            token_ids += self.render(message) if cut and len(start) <= room else start
+        return token_ids
 
     def text(self, sampled_ids: Sequence[int]) -> str:
         """What the policy said, control tokens dropped; in the full style an `Action`."""

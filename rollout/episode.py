@@ -38,7 +38,7 @@ class Chat(Protocol):
 
     def prompt(self) -> list[int]: ...
 
-    def render_reply(self, messages: Iterable[Message]) -> list[int]: ...
+    def render_reply(self, messages: Iterable[Message], room: int | None = None) -> list[int]: ...
 
     def text(self, sampled_ids: Sequence[int]) -> str: ...
 
@@ -181,7 +181,7 @@ class _Run:
             self._fail(episode, outcome)
         else:
             episode.env, messages = outcome.value
-            ids = [*self.chat.render_reply(messages), *self.chat.prompt()]
+            ids = [*self.chat.render_reply(messages, self.context), *self.chat.prompt()]
             if len(ids) > self.context:
                 self.long_prompts += 1
                 self._finish(episode, StopReason.CONTEXT_LIMIT)
@@ -260,7 +260,8 @@ class _Run:
         else:
             # A message that ran out of tokens is closed for the policy, so that it can be read.
             ids = [] if finish is FinishReason.STOP else list(self.chat.stop_token_ids[:1])
-            ids += [*self.chat.render_reply(messages), *self.chat.prompt()]
+            room = self.context - episode.length
+            ids += [*self.chat.render_reply(messages, room), *self.chat.prompt()]
             self._continue(episode, ids)
 
     def _continue(self, episode: _Episode, ids: list[int]) -> None:

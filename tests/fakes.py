@@ -47,7 +47,7 @@ class WordChat:
     def prompt(self) -> list[int]:
         return [1]
 
-    def render_reply(self, messages: Iterable[Message]) -> list[int]:
+    def render_reply(self, messages: Iterable[Message], room: int | None = None) -> list[int]:
         return [token for message in messages for token in self.ids(message.content)]
 
     def text(self, sampled_ids: Sequence[int]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -102,6 +104,22 @@ def test_prompt_and_completion_append_to_the_rendered_message(
     assert chat.render_reply(reply) == chat.render(reply[0]) + chat.render(reply[1])
     chat.prompt().clear()
     assert len(chat.prompt()) == 3
+
+
+def test_a_text_longer_than_the_room_is_read_no_further_than_that_shows(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    chat = ChatFormat(tokenizer)
+    for texts in (["go"], [" note" * 9, "go"], ["\u00e9" * 30], ["x" * 50, " json io" * 20]):
+        reply = [Message("tool", text) for text in texts]
+        whole = chat.render_reply(reply)
+        for room in range(len(whole) + 3):
+            found = chat.render_reply(reply, room)
+            assert found == whole if len(whole) <= room else len(found) > room
+    start = time.perf_counter()
+    endless = [Message("tool", " json" * 1_000_000)] * 2
+    assert 64 < len(chat.render_reply(endless, 64)) < 5000
+    assert time.perf_counter() - start < 1
 
 
 def test_save_and_load_keep_ids_digest_and_safety(
