@@ -16,6 +16,7 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 from transformers import PreTrainedTokenizerFast
 
+from ..configs.errors import RunFailed
 from ..configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from ..policy.checkpoint import load_checkpoint, save_checkpoint
 from ..policy.config import PolicyConfig
@@ -243,9 +244,11 @@ class LearnerGroup:
             if isinstance(error.cause, Exception):
                 raise error.cause from None
             raise
-        except RayError:
+        except RayError as error:
             self._kill()
-            raise
+            raise RunFailed(
+                "a rank of the learner ended while it worked: it was killed, or ran out of memory"
+            ) from error
 
     def _kill(self) -> None:
         for actor in self.actors:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..configs.errors import RunFailed
 from ..configs.schema import SyncConfig
 from ..policy.weights import Bucket, PolicyVersion, Publication, fill_buckets, policy_digest
 from .learner import Learner
@@ -20,6 +21,7 @@ def publish(
     A collective: under ZeRO 3 every rank gives its shards. ``put`` stores a bucket (in Ray) and
     returns what stands for it. What is sent are the tensors the next forward of the learner will
     use, parameters and persistent buffers alike, looked up by name at the time of the call.
+    RunFailed, on every rank, for weights that no longer give probabilities.
     """
     engine = learner.engine
     manifest = engine.manifest
@@ -28,6 +30,10 @@ def publish(
         0, vocab_size, config.canary_tokens, dtype=np.int64
     )
     logprobs = learner.score(ids)
+    if not np.isfinite(logprobs).all():
+        raise RunFailed(
+            f"learner: the log-probs of version {learner.version} are not finite; lower learner.lr"
+        )
     if engine.rank != 0:
         for _ in engine.gathered_state():
             pass

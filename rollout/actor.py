@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from ..configs.errors import RunFailed
 from ..configs.schema import EnvConfig, RolloutConfig
@@ -53,7 +54,9 @@ class RolloutActor:
         """
         if self._config.threads > 0:
             torch.set_num_threads(self._config.threads)
-        make_config(self._env).close()
+        env = make_config(self._env)
+        with suppress(Exception):  # as at the end of an episode, which this cannot change
+            env.close()
         checkpoint = load_checkpoint(self._checkpoint)
         policy = checkpoint.policy
         if self._config.gpus > 0:
@@ -205,3 +208,8 @@ def _get(refs: list[ray.ObjectRef]) -> list[Any]:
         if isinstance(error.cause, Exception):
             raise error.cause from None
         raise
+    except RayError as error:
+        raise RunFailed(
+            "a rollout actor ended while it worked: it was killed, ran out of memory, or its "
+            "environment ended the process"
+        ) from error

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..configs.errors import RunFailed
 from ..policy import Policy
 from ..policy.weights import (
     Bucket,
@@ -18,7 +19,7 @@ from ..policy.weights import (
 )
 
 
-class SyncError(RuntimeError):
+class SyncError(RunFailed):
     """A publication was refused; the message names the tensor, the old weights are in place."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import ray
 
-from farhorizon.configs.errors import UserError
+from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from farhorizon.policy.checkpoint import load_checkpoint
 from farhorizon.policy.records import StageRecord
@@ -154,6 +155,35 @@ def test_an_infinite_gradient_is_named_and_stops_the_run(
         assert result.skipped and result.version == 0 and result.bad_tensor is not None
         with pytest.raises(UserError, match="2 optimizer steps in a row"):
             made.update(broken)
+    finally:
+        made.close()
+
+
+def test_weights_that_give_no_probabilities_are_not_published(
+    ray_local: None, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Nor can they be saved any more: the ranks have ended."""
+    made = learners(tiny_checkpoint, ranks=2)
+    try:
+        made.set_lr(1e30)
+        assert not made.update(groups(0)).skipped
+        with pytest.raises(RunFailed, match=r"log-probs of version 1 are not finite; lower learn"):
+            made.publish()
+        assert made.actors == []
+    finally:
+        made.close()
+
+
+def test_a_rank_that_dies_ends_all_in_one_line(ray_local: None, tiny_checkpoint: Path) -> None:
+    made = learners(tiny_checkpoint, ranks=2)
+    try:
+        made.ready()
+        pids = ray.get([actor.process_id.remote() for actor in made.actors])
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(RunFailed, match=r"^a rank of the learner ended while it worked: "):
+            made.update(groups(0))
+        assert made.actors == []
+        _wait_until_gone(pids)
     finally:
         made.close()
 

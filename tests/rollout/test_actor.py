@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -167,6 +169,17 @@ def test_a_pool_that_cannot_start_says_why(ray_local: None, tiny_checkpoint: Pat
     wrong = replace(ENV, id="fakes:ScriptedEnvv")
     with pytest.raises(UserError, match="did you mean 'ScriptedEnv'"):
         RolloutPool(str(tiny_checkpoint), wrong, one, context=128, seed=0)
+
+
+def test_an_actor_that_dies_is_told_in_one_line(ray_local: None, tiny_checkpoint: Path) -> None:
+    pool = RolloutPool(str(tiny_checkpoint), ENV, replace(ROLLOUT, actors=2), 128, seed=0)
+    try:
+        refs = pool.submit([Task("slow", 0, (), {"delay": 1.0}), Task("other", 1)], 1)
+        os.kill(pool.process_ids[0], signal.SIGKILL)
+        with pytest.raises(RunFailed, match=r"^a rollout actor ended while it worked: it was kil"):
+            pool.collect(refs)
+    finally:
+        pool.close()
 
 
 def test_too_many_failed_episodes_stop_the_run() -> None:
