@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,19 @@ _REQUIRED_WITH_SITU = (
 _REQUIRED_KEYS = ("q_lora_rank",)  # null is a value
 _REQUIRED_KEYS_WITH_SITU = ("attn_res_block_size", "routed_expert_hidden_size")
 _LINEAR_KEYS_WITH_SITU = ("gate_lower_bound", "use_full_rank_gate")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+_STAGE_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "context": ("a whole number of at least 0", _is_count),
+    "stages": ("a list of whole numbers", lambda v: isinstance(v, list) and all(map(_is_count, v))),
+    "tokens_seen": ("a whole number of at least 0", _is_count),
+    "tokenizer_sha256": ("a text", lambda v: isinstance(v, str)),
+    "parent": ("a text or null", lambda v: v is None or isinstance(v, str)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +121,14 @@ def read_stage(folder: str | Path) -> StageRecord:
     if not file.is_file():
         return StageRecord(read_config(folder).max_position_embeddings, (), 0, "")
     fields = read_json(file)
-    missing = {"context", "stages", "tokens_seen", "tokenizer_sha256", "parent"} - fields.keys()
+    missing = _STAGE_FIELDS.keys() - fields.keys()
     if missing:
         raise UserError(f"{file}: missing {listed(sorted(missing))}")
-    try:
-        return StageRecord(
-            int(fields["context"]),
-            tuple(int(c) for c in fields["stages"]),
-            int(fields["tokens_seen"]),
-            str(fields["tokenizer_sha256"]),
-            fields["parent"],
-        )
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{file}: {one_line(error)}") from None
+    for name, (wanted, fits) in _STAGE_FIELDS.items():
+        if not fits(fields[name]):
+            raise UserError(f"{file}: {name}={fields[name]!r} must be {wanted}")
+    known = {name: fields[name] for name in _STAGE_FIELDS}
+    return StageRecord(**(known | {"stages": tuple(fields["stages"])}))
 
 
 def check_context(folder: str | Path, context: int, allow_longer: bool) -> None:
