@@ -291,6 +291,8 @@ def _split(files: list[Path], split: Split) -> list[_Span]:
     if len(spans) == 1:
         path, size = spans[0].path, spans[0].end
         border = size - max(1, size // 10)
+        if border == 0:
+            raise UserError(f"text: {path} is all there is, and too short to train on")
         return [_Span(path, border, size) if split == "heldout" else _Span(path, 0, border)]
     by_digest = sorted(
         spans, key=lambda span: hashlib.blake2b("/".join(span.path.parts[-2:]).encode()).digest()

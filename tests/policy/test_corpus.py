@@ -161,6 +161,12 @@ def test_a_folder_without_text_is_named(tmp_path: Path, name: str) -> None:
         text_files(str(tmp_path / name))
 
 
+def test_a_single_letter_is_no_text_to_train_on(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(UserError, match=r"^text: .*a\.txt is all there is, and too short to train"):
+        TextCorpus(str(tmp_path), TOKENIZER, "train")
+
+
 def test_another_episode_is_drawn_for_one_beyond_the_context(tmp_path: Path) -> None:
     """Odd episodes are too long. The even ones come in the order in which all are drawn."""
     text = TextCorpus(folder(tmp_path, {"a.txt": "one\n" * 99}), TOKENIZER, "train")
