@@ -126,6 +126,7 @@ def train_on_demonstrations(
     policy.__dict__.pop("forward", None)
     for name, value in identity.items():
         setattr(policy.config, name, value)
+    _check_outcome(policy, demonstrations[0])
     return int(trainer.state.num_input_tokens_seen)
 
 
@@ -145,6 +146,15 @@ def _check_gradient(policy: Policy, step: int) -> None:
     for name, parameter in policy.named_parameters():
         if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
             raise UserError(f"sft step {step}: the gradient of {name} is not finite; lower lr")
+
+
+@torch.no_grad()
+def _check_outcome(policy: Policy, demonstration: Demonstration) -> None:
+    """The last step has no next one whose gradient would tell."""
+    ids = torch.as_tensor(demonstration.token_ids, dtype=torch.int64)
+    logits = policy(ids[None].to(next(policy.parameters()).device), last_only=True).logits
+    if not bool(logits.isfinite().all()):
+        raise UserError("sft: the policy of the last step is not finite; lower lr")
 
 
 def _trainer(

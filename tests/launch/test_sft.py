@@ -194,6 +194,12 @@ def test_a_loss_that_is_not_finite_is_told_in_one_line(parent: Path, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
+def test_a_last_step_that_ruins_the_policy_is_told(parent: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^sft: the policy of the last step is not finite; lower"):
+        run_sft(settings(parent, tmp_path / "out", steps=1, lr=1e30, warmup_steps=0))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_mistake_found_by_a_rank_arrives_as_it_was_raised(parent: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^nowhere: no such checkpoint folder$"):
         train_ranks(settings(parent, tmp_path / "out", ranks=2), "nowhere", str(tmp_path))
