@@ -105,11 +105,14 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of ``metrics.jsonl``; a torn last line, left by a kill, is dropped."""
+    """Rows of ``metrics.jsonl``; lines that are none, as a kill may leave one, are dropped."""
     rows: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
-            break
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows

@@ -10,7 +10,7 @@ import pytest
 
 from farhorizon.envs.types import StopReason
 from farhorizon.launch.files import json_line
-from farhorizon.launch.record import Recorder
+from farhorizon.launch.record import Recorder, read_rows
 from farhorizon.policy.tokenizer import load_tokenizer
 from farhorizon.rollout.types import Group, Segment, Trajectory
 
@@ -51,6 +51,12 @@ def test_resume_drops_rows_that_are_done_again(tmp_path: Path) -> None:
     recorder.metrics(3, {"x": 30})
     recorder.close()
     assert [(r["step"], r["x"]) for r in rows(tmp_path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+
+
+def test_lines_that_are_no_rows_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\n[1]\n5\n{"stage": 2}\n\xff\n{"step": "3"}\n{"step": 4}\n')
+    assert [row["step"] for row in read_rows(path)] == [1, 4]
 
 
 def test_rollouts_are_readable(
