@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from ..configs.errors import UserError
+
+
+@contextmanager
+def sole_user(folder: Path) -> Iterator[None]:
+    """Make ``folder`` and keep other processes out while the block runs; UserError if one is in it.
+
+    The kernel frees the lock of a process that was killed. Where the file system has no locks
+    there is no protection.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(
+            f"output {folder}: cannot be made ({error.strerror}); choose another output"
+        ) from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"output {folder}: another process works in it; wait for it, or choose another "
+                "output"
+            ) from None
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -24,6 +24,7 @@ from ..rollout.types import Group, RolloutStats
 from . import checkpoints
 from .cluster import check_gpus, cluster
 from .evaluate import measure
+from .files import sole_user
 from .interrupt import GivenUp, uninterrupted
 from .prepare import Run, prepare
 from .progress import Display
@@ -54,7 +55,7 @@ def train(config: TrainConfig) -> int:
         )
         return 0
     config = run.config
-    with cluster(config.ray_address), ExitStack() as stack:
+    with sole_user(run.folder), cluster(config.ray_address), ExitStack() as stack:
         check_gpus(config.ray_address, config.rollout, config.learner)
         recorder = Recorder(run.folder, dump_config(config), run.step)
         stack.callback(recorder.close)
