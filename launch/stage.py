@@ -8,6 +8,7 @@ optimizer goes on with its state. Whether it was smooth is measured: see `Transi
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from ..configs.bounds import check_bounds
-from ..configs.errors import UserError
+from ..configs.errors import RunFailed, UserError
 from ..configs.load import dump_config, load_config
 from ..configs.schema import AlgorithmConfig, EnvConfig, Stage, StageConfig, SyncConfig
 from ..configs.text import STDLIB
@@ -39,10 +40,11 @@ from ..policy.records import StageRecord, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..rl.actor import LearnerGroup
 from .cluster import check_gpus, cluster
+from .files import sole_user
 from .fresh import expert_env, policy_presets, starting_checkpoint
 from .prepare import check_unused, check_writable
 from .report import skipped_line
-from .stage_record import StageRecorder, StageStep, Transition
+from .stage_record import StageRecorder, StageStep, Transition, stage_folders
 
 FIXED_TOKENS = 8192  # of the fixed text, at most; but one sequence of the longest context at least
 SETTLING_STEPS = 4
@@ -81,6 +83,12 @@ def run_stages(config: StageConfig) -> Path:
     if config.learner.gpus > 0:  # known now, not after the minutes that a new tokenizer takes
         with cluster(config.ray_address):
             check_gpus(config.ray_address, learner=config.learner)
+    with sole_user(output):
+        return _run_stages(config, output)
+
+
+def _run_stages(config: StageConfig, output: Path) -> Path:
+    """`run_stages` of a checked config, in a folder that is this process's own."""
     finished = _finished_stages(config, output)
     untrained = output / "stages" / UNTRAINED
     start = finished[-1] if finished else starting_checkpoint(config, untrained)
@@ -208,7 +216,8 @@ def _train_stage(run: _Run, index: int) -> None:
             f"{stage.context} tokens, others were drawn instead",
             flush=True,
         )
-    recorder.fixed_text(run.tokens, run.measure(stage.context))
+    at_end = run.measure(stage.context)
+    recorder.fixed_text(run.tokens, at_end)
     if switches:
         recorder.transition(
             Transition(
@@ -216,6 +225,11 @@ def _train_stage(run: _Run, index: int) -> None:
             )
         )
     recorder.write()
+    if not math.isfinite(at_end):
+        raise RunFailed(
+            f"stage {index + 1}: the loss of the fixed text is not finite at its end, so it is not "
+            "saved; lower its lr"
+        )
 
 
 @contextmanager
@@ -301,12 +315,6 @@ def _publish(folder: Path, output: Path) -> None:
             os.link(file, target)
         except OSError:  # a file system without hard links
             shutil.copy2(file, target)
-
-
-def stage_folders(output: Path) -> list[Path]:
-    """Checkpoints of the finished stages of a run in ``output``, in order."""
-    folders = [file.parent for file in (output / "stages").glob("[1-9]*-*/stage.json")]
-    return sorted(folders, key=lambda folder: int(folder.name.split("-")[0]))
 
 
 def _finished_stages(config: StageConfig, output: Path) -> list[Path]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..configs.errors import RunFailed
+from ..configs.errors import RunFailed, UserError
 from ..policy.records import read_json
 from .files import finite, json_line, write_whole
 
@@ -93,7 +94,14 @@ class StageRecorder:
         self._metrics = output / "metrics.jsonl"
         self._printed = 0.0
         if finished:
-            self._restore(finished)
+            try:
+                self._restore(finished)
+            except (OSError, ValueError, TypeError, KeyError, IndexError):
+                newest = stage_folders(output)[-1]
+                raise UserError(
+                    f"output {output}: its metrics.jsonl or transitions.json is missing or "
+                    f"damaged; go on in another output with policy={newest} and the stages left"
+                ) from None
         write_whole(self._metrics, "".join(json_line(asdict(step)) for step in self.steps))
 
     def _restore(self, finished: int) -> None:
@@ -168,6 +176,13 @@ class StageRecorder:
                 f"the switch of {rough[0]}: more than {LIMIT:.0%}; train the stage before it "
                 f"longer or with a lower final lr (all switches: {self.output}/transitions.json)"
             )
+
+
+def stage_folders(output: Path) -> list[Path]:
+    """Checkpoints of the finished stages of a run in ``output``, in order; copies do not count."""
+    folders = [file.parent for file in (output / "stages").glob("*/stage.json")]
+    own = [folder for folder in folders if re.fullmatch(r"[1-9]\d*-\d+", folder.name)]
+    return sorted(own, key=lambda folder: int(folder.name.split("-")[0]))
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from farhorizon.envs.registry import tasks
 from farhorizon.launch import stage as stage_command
 from farhorizon.launch.fresh import starting_checkpoint
 from farhorizon.launch.stage import learning_rate, run_stages
-from farhorizon.launch.stage_record import StageRecorder, StageStep, Transition
+from farhorizon.launch.stage_record import StageRecorder, StageStep, Transition, stage_folders
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.checkpoint import load_checkpoint
 from farhorizon.policy.tokenizer import ChatFormat, load_tokenizer
@@ -300,6 +300,34 @@ def test_a_run_with_a_rough_switch_is_never_a_checkpoint(config: StageConfig) ->
         with pytest.raises(RunFailed, match=r"context 128 -> 512.*more than 2%"):
             run_stages(config)
         assert not (output / "stage.json").exists() and (output / "stages" / "2-64").is_dir()
+
+
+def test_a_copy_of_a_stage_is_no_stage(config: StageConfig) -> None:
+    """One that counted would be gone on from, and a stage left out."""
+    output = killed_in_the_second_stage(config, transition(tokens=50))
+    for name in ("2-32.bak", "1-32 (copy)", "x-32", "2-y"):
+        shutil.copytree(output / "stages" / "1-32", output / "stages" / name)
+    assert stage_folders(output) == [output / "stages" / "1-32"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "transitions.json"])
+def test_a_run_that_lost_its_figures_says_how_to_go_on(config: StageConfig, name: str) -> None:
+    output = killed_in_the_second_stage(config, transition(tokens=50))
+    (output / name).unlink()
+    with pytest.raises(UserError, match=r"missing or damaged; go on in another .*/stages/1-32 "):
+        run_stages(config)
+
+
+def test_a_stage_that_ends_without_a_loss_is_not_saved(
+    config: StageConfig, ray_local: None
+) -> None:
+    """Its one step overflows the weights, and no other follows that would show it."""
+    one = Stage(context=32, steps=1, batch_tokens=32, lr=1e30)
+    config = replace(config, stages=(one,), learner=LearnerConfig())
+    with pytest.raises(RunFailed, match=r"^stage 1: the loss of the fixed text is not finite at"):
+        run_stages(config)
+    assert stage_folders(Path(config.output)) == []
+    assert not (Path(config.output) / "stage.json").exists()
 
 
 def test_ctrl_c_prints_the_command_that_goes_on(
