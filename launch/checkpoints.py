@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where a run is: updates done, training tasks used up, digest of its settings."""
+    """Where a run is: updates done, training tasks used up, its settings as YAML."""
 
     step: int
     tasks: int
@@ -96,7 +96,7 @@ def _read(folder: Path) -> Found | None:
         record: Any = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         state = RunState(int(record["step"]), int(record["tasks"]), str(record["config"]))
         files: dict[str, int] = dict(record["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
     present = _files(folder)
     whole = all(present.get(name) == size for name, size in files.items())

@@ -45,9 +45,13 @@ def evaluate(path: str, overrides: list[str]) -> int:
     trained = read_stage(checkpoint).context
     context = config.context or trained
     check_context(checkpoint, context, config.allow_longer_context)
-    check_first_prompt(env, context, load_tokenizer(checkpoint), config.seed)
+    check_first_prompt(
+        env, context, load_tokenizer(checkpoint), config.seed, config.rollout.env_timeout_s
+    )
     file = output_file(Path(path), _resolved(defaults, trained), _resolved(config, trained))
     check_writable(file.absolute().parent)
+    if file.is_dir():
+        raise UserError(f"output {file}: is a folder; name a file")
     with cluster(config.ray_address):
         check_gpus(config.ray_address, config.rollout)
         pool = RolloutPool(

@@ -37,7 +37,9 @@ def _play_policy(config: PlayConfig, task: Task) -> None:
     checkpoint = load_checkpoint(folder)
     context = config.context or checkpoint.stage.context
     check_context(folder, context, config.allow_longer_context)
-    check_first_prompt(config.env, context, checkpoint.tokenizer, config.seed)
+    check_first_prompt(
+        config.env, context, checkpoint.tokenizer, config.seed, config.rollout.env_timeout_s
+    )
     groups, _ = run_groups(
         NativeGenerator(checkpoint.policy, config.seed),
         [task],

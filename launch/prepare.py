@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
-from ..configs.load import dump_config, load_config
+from ..configs.load import dump_config, parse_config
 from ..configs.schema import EnvConfig, TrainConfig
-from ..envs.registry import make_config, resolve_plugins, tasks
+from ..envs.registry import EnvBuildError, make_config, resolve_plugins, tasks
 from ..policy.records import StageRecord, check_context, read_config, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
-from ..rollout.calls import checked_messages
+from ..rollout.calls import EnvCalls, Fault, build
 from . import checkpoints
 from .checkpoints import Found, RunState
 
@@ -43,7 +43,7 @@ class Run:
     @property
     def state(self) -> RunState:
         """What a checkpoint of this moment says."""
-        return RunState(self.step, self.tasks, config_digest(self.config))
+        return RunState(self.step, self.tasks, dump_config(self.config))
 
     def advance(self, tasks: int, tokens: int) -> None:
         """Count one more step, which used up ``tasks`` and saw ``tokens``."""
@@ -69,7 +69,9 @@ def prepare(config: TrainConfig) -> Run:
     read_config(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
     check_context(checkpoint, config.context, config.allow_longer_context)
-    check_first_prompt(config.env, config.context, tokenizer, config.seed)
+    check_first_prompt(
+        config.env, config.context, tokenizer, config.seed, config.rollout.env_timeout_s
+    )
     state = resumed.state if resumed else RunState(0, 0, "")
     return Run(
         config,
@@ -87,32 +89,35 @@ def prepare(config: TrainConfig) -> Run:
 def find_checkpoint(path: str | Path) -> Path:
     """The checkpoint folder that ``path`` names: itself, or the newest complete one of a run."""
     path = Path(path)
-    if (path / "config.json").is_file():
+    if os.path.isfile(path / "config.json"):  # asks without an exception whatever the name is
         return path
-    if (path / "checkpoints").is_dir():
+    if os.path.isdir(path / "checkpoints"):
         found = checkpoints.newest(path)
         if found is None:
             raise UserError(f"{path}: the run has no complete checkpoint")
         return found.folder
-    missing = "no such folder" if not path.is_dir() else "neither a checkpoint nor a run folder"
+    missing = (
+        "no such folder" if not os.path.isdir(path) else "neither a checkpoint nor a run folder"
+    )
     raise UserError(f"{path}: {missing}")
 
 
 def check_first_prompt(
-    env: EnvConfig, context: int, tokenizer: PreTrainedTokenizerFast, seed: int
+    env: EnvConfig, context: int, tokenizer: PreTrainedTokenizerFast, seed: int, timeout_s: float
 ) -> None:
     """Build the environment, start one episode, and see that its prompt leaves room to answer."""
     task = tasks(env.id, "train", 0, 1, seed)[0]
-    made = make_config(env)
+    calls = EnvCalls(1, timeout_s)
     try:
-        observation, _ = made.reset(seed=task.seed, options={"task": task})
-        messages = checked_messages(observation)
-    except UserError:
-        raise
-    except Exception as error:  # boundary to user code: its fault in one line
-        raise UserError(f"env.id {env.id}: reset failed: {type(error).__name__}: {error}") from None
+        calls.submit(None, "reset", partial(build, partial(make_config, env), task))
+        ((_, outcome),) = calls.ready(wait=True)
+        if outcome.fault is not None:
+            raise UserError(_reset_failed(env, outcome.fault))
+        made, messages = outcome.value
+        calls.submit(None, "close", made.close, made)
+        calls.drain()
     finally:
-        made.close()
+        calls.shutdown()
     chat = ChatFormat(tokenizer)
     length = len(chat.render_reply(messages)) + len(chat.prompt())
     if length >= context:
@@ -122,9 +127,12 @@ def check_first_prompt(
         )
 
 
-def config_digest(config: TrainConfig) -> str:
-    """Tells two configs apart."""
-    return hashlib.blake2b(dump_config(config).encode(), digest_size=16).hexdigest()
+def _reset_failed(env: EnvConfig, fault: Fault) -> str:
+    """One line about what a fresh environment of the user did."""
+    if fault.kind == EnvBuildError.__name__:
+        return fault.message
+    message = " ".join(fault.message.split())
+    return f"env.id {env.id}: reset failed: {fault.kind}: {message}"
 
 
 def _find_resumable(config: TrainConfig, folder: Path, notes: list[str]) -> Found | None:
@@ -142,8 +150,9 @@ def _find_resumable(config: TrainConfig, folder: Path, notes: list[str]) -> Foun
             raise UserError(f"resume=required: {folder} has no complete checkpoint")
         return None
     found = complete[-1]
-    if found.state.config != config_digest(config):
-        before = load_config(TrainConfig, str(folder / "config.yaml"), [])
+    if found.state.config != dump_config(config):
+        # Not the run's config.yaml: it may be the very file that was edited and given.
+        before = parse_config(TrainConfig, found.state.config, f"in {found.folder / 'run.json'}")
         changed = changes(before, config)
         for text in changed:
             if text.split(".")[0].split(":")[0] in IDENTITY:
@@ -186,6 +195,13 @@ def check_unused(section: str, given: Any, names: Sequence[str], reason: str) ->
 
 def check_writable(folder: Path) -> None:
     """UserError if nothing can be written in ``folder``, which need not exist yet."""
+    try:
+        os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass
+    except (OSError, ValueError) as error:  # a name that no file can have
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"output {folder}: {reason}; choose another output") from None
     # os.path: asks without an exception where even looking is forbidden
     nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not nearest.is_dir():
@@ -196,6 +212,13 @@ def check_writable(folder: Path) -> None:
 
 def _check_output(folder: Path) -> None:
     """UserError if no run can be written there."""
+    check_writable(folder)
     if (folder / "config.json").is_file():
         raise UserError(f"output {folder}: is a checkpoint folder; choose another output")
-    check_writable(folder)
+    if folder.is_dir() and any(folder.iterdir()) and not is_run(folder):
+        raise UserError(f"output {folder}: holds other files and no run; choose another output")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a training run has worked in the folder."""
+    return any((folder / name).is_dir() for name in ("checkpoints", "rollouts"))

@@ -170,6 +170,12 @@ def test_evaluation_of_a_stage(stages: Path, ray_local: None) -> None:
         evaluate(str(stages), ["episodes=1", "rollout.temperature=0.5"])
 
 
+def test_a_folder_in_the_place_of_the_file_is_told_first(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(UserError, match=r"^output .*x\.json: is a folder; name a file$"):
+        evaluate(str(checkpoint), ["env.id=echo-v0", f"output={tmp_path}/x.json"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from farhorizon.configs.errors import UserError
-from farhorizon.configs.load import dump_config, override_config
+from farhorizon.configs.load import dump_config, load_config, override_config
 from farhorizon.configs.schema import (
     BenchConfig,
     EnvConfig,
@@ -24,7 +24,7 @@ from farhorizon.launch import checkpoints
 from farhorizon.launch.bench import bench
 from farhorizon.launch.checkpoints import RunState
 from farhorizon.launch.evaluate import evaluate
-from farhorizon.launch.prepare import config_digest, find_checkpoint, prepare
+from farhorizon.launch.prepare import find_checkpoint, prepare
 from farhorizon.launch.sft import run_sft
 from farhorizon.launch.stage import run_stages
 
@@ -44,7 +44,7 @@ def save_run(config: TrainConfig, step: int) -> Path:
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_config(config))
-    state = RunState(step, step * 8, config_digest(config))
+    state = RunState(step, step * 8, dump_config(config))
     return checkpoints.save(folder, state, lambda f: shutil.copytree(config.policy, f) and None, 2)
 
 
@@ -79,9 +79,12 @@ def test_plugins_are_found_from_any_folder(
         ("group_size=1", "group_size=1 must be at least 2"),
         ("keep=0", "keep=0 must be at least 1"),
         ("rollout.keep_states=true", "keep_states=true would have no effect: needs max_staleness"),
-        ("rollout.temperature=0", r"rollout\.temperature=0\.0 must be above 0"),
+        ("rollout.temperature=0", r"rollout\.temperature=0\.0 must be at least 0\.001"),
         ("output=/dev/null", "output /dev/null: /dev/null is not a directory"),
         ("output=/dev/null/run", "output /dev/null/run: /dev/null is not a directory"),
+        (f"output={'a' * 300}", "output .*a: File name too long; choose another output"),
+        (r'output="a\0b"', "output .*: embedded null byte; choose another output"),
+        (f"policy={'a' * 300}", "a: no such folder"),
     ],
 )
 def test_bad_input_is_one_line(config: TrainConfig, override: str, message: str) -> None:
@@ -132,6 +135,80 @@ def test_changed_settings_are_told_and_another_task_is_refused(config: TrainConf
     ]
     with pytest.raises(UserError, match="holds a run with another seed: 0 -> 1"):
         prepare(replace(config, seed=1))
+
+
+def test_an_edited_config_file_is_compared_with_what_was_run(config: TrainConfig) -> None:
+    """The file in the run folder is the one that the resume line names, and may be edited."""
+    config = prepare(config).config
+    save_run(config, 1)
+    stored = Path(config.output) / "config.yaml"
+    stored.write_text(dump_config(replace(config, save_every=3)))
+    assert prepare(load_config(TrainConfig, str(stored), [])).notes == [
+        "settings changed since the last run: save_every: 10 -> 3"
+    ]
+    stored.write_text(dump_config(replace(config, seed=1)))
+    with pytest.raises(UserError, match="holds a run with another seed: 0 -> 1"):
+        prepare(load_config(TrainConfig, str(stored), []))
+
+
+def test_a_folder_of_other_files_is_no_output(config: TrainConfig) -> None:
+    """Their config.yaml and metrics.jsonl would be overwritten."""
+    folder = Path(config.output)
+    folder.mkdir()
+    prepare(config)
+    (folder / "config.yaml").write_text("mine: 1\n")
+    with pytest.raises(UserError, match=f"^output {folder}: holds other files and no run; choose"):
+        prepare(config)
+
+
+ODD = """
+import time
+
+from farhorizon.envs import MessageEnv, register
+from farhorizon.envs.types import Message
+
+
+class Odd(MessageEnv):
+    success_threshold = None if __name__ == "none" else 1.0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed, options=options)
+        if __name__ == "slow":
+            time.sleep(3600)
+        if __name__ == "quits":
+            raise SystemExit(3)
+        return (Message("user", " red"),), {}
+
+    def close(self):
+        if __name__ == "unclosed":
+            raise RuntimeError("no")
+
+
+register("odd-v0", Odd)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("slow", r"^env\.id odd-v0: reset failed: EnvTimeout: reset took more than .*=0\.5$"),
+        ("quits", r"^env\.id odd-v0: reset failed: SystemExit: 3$"),
+        ("none", r"^environment Odd: success_threshold must be a number, got None"),
+        ("unclosed", ""),  # what an episode forgives is no mistake here
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_found_before_ray_starts(
+    config: TrainConfig, tmp_path: Path, name: str, message: str
+) -> None:
+    plugin = tmp_path / f"{name}.py"
+    plugin.write_text(ODD)
+    rollout = replace(config.rollout, env_timeout_s=0.5)
+    config = replace(config, env=EnvConfig(id="odd-v0", plugins=(str(plugin),)), rollout=rollout)
+    if not message:
+        prepare(config)
+        return
+    with pytest.raises(UserError, match=message):
+        prepare(config)
 
 
 def test_a_run_goes_on_from_its_own_start_only(config: TrainConfig, tmp_path: Path) -> None:
