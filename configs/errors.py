@@ -10,6 +10,11 @@ class UserError(ValueError):
     """
 
 
+def last_line(error: BaseException) -> str:
+    """Where the text of an error from another process says what it was."""
+    return next(iter(str(error).strip().splitlines()[::-1]), type(error).__name__).strip()[:300]
+
+
 class RunFailed(RuntimeError):
     """A run that cannot go on, for a reason that came up while it worked.
 

@@ -16,7 +16,7 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 from transformers import PreTrainedTokenizerFast
 
-from ..configs.errors import RunFailed
+from ..configs.errors import RunFailed, last_line
 from ..configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from ..policy.checkpoint import load_checkpoint, save_checkpoint
 from ..policy.config import PolicyConfig
@@ -247,7 +247,8 @@ class LearnerGroup:
         except RayError as error:
             self._kill()
             raise RunFailed(
-                "a rank of the learner ended while it worked: it was killed, or ran out of memory"
+                "a rank of the learner ended while it worked: it was killed, or ran out of memory "
+                f"({last_line(error)})"
             ) from error
 
     def _kill(self) -> None:

@@ -13,7 +13,7 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
-from ..configs.errors import RunFailed
+from ..configs.errors import RunFailed, last_line
 from ..configs.schema import EnvConfig, RolloutConfig
 from ..envs.registry import make_config, resolve_plugins
 from ..envs.types import Task
@@ -211,5 +211,5 @@ def _get(refs: list[ray.ObjectRef]) -> list[Any]:
     except RayError as error:
         raise RunFailed(
             "a rollout actor ended while it worked: it was killed, ran out of memory, or its "
-            "environment ended the process"
+            f"environment ended the process ({last_line(error)})"
         ) from error

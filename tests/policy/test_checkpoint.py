@@ -206,7 +206,7 @@ def test_an_index_of_another_shape_is_refused(folder: Path, weight_map: Any) -> 
 
 def test_a_nested_config_must_be_an_object(folder: Path) -> None:
     (folder / "config.json").write_text('{"text_config": "x"}')
-    with pytest.raises(UserError, match=r"config\.json: text_config must be an object"):
+    with pytest.raises(UserError, match=r"config\.json: text_config='x' must be an object"):
         read_config(folder)
 
 
