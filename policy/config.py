@@ -19,6 +19,8 @@ _MAY_BE_ZERO = (
     "num_nextn_predict_layers",
     "max_position_embeddings",
 )
+_LATENT = "routed_expert_hidden_size"
+MXFP4_GROUP = 32
 _LINEAR_KINDS = {
     "num_heads": "int",
     "head_dim": "int",
@@ -68,6 +70,7 @@ class PolicyConfig(PretrainedConfig):
     moe_intermediate_size: int = 1024
     routed_expert_hidden_size: int | None = None  # latent width; None: experts work at full width
     latent_moe_use_norm: bool = False
+    expert_fake_quant: bool = False  # routed experts compute as they would be exported, in MXFP4
     moe_router_activation_func: str = "sigmoid"
     moe_renormalize: bool = True
     routed_scaling_factor: float = 1.0
@@ -127,6 +130,18 @@ class PolicyConfig(PretrainedConfig):
                 "config.json: linear_attn_config.kda_layers and full_attn_layers must name each "
                 f"layer 1..{self.num_hidden_layers} once, got {listed}"
             )
+        if self.expert_fake_quant:
+            latent = self.routed_expert_hidden_size
+            inputs = (
+                ("moe_intermediate_size", self.moe_intermediate_size),
+                ("hidden_size", self.hidden_size) if latent is None else (_LATENT, latent),
+            )
+            for name, value in inputs:
+                if value % MXFP4_GROUP:
+                    raise ValueError(
+                        f"config.json: {name}={value} must be a multiple of {MXFP4_GROUP} "
+                        "with expert_fake_quant=true"
+                    )
         unsupported = {
             "moe_router_activation_func": self.moe_router_activation_func != "sigmoid",
             "moe_renormalize": not self.moe_renormalize,

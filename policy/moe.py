@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..kernels.moe import QuantileHistogram, grouped_experts, route, situ_glu
+from ..kernels.moe import QuantileHistogram, grouped_experts, mxfp4_rounded, route, situ_glu
 from ..kernels.precision import as_given, widen
 from .attention import RMSNorm
 from .config import PolicyConfig
@@ -118,6 +118,7 @@ class LatentMoE(nn.Module):
         hidden = config.hidden_size
         latent = config.routed_expert_hidden_size
         self.activation, self.scaling = config.situ_bounds, config.routed_scaling_factor
+        self.rounded = config.expert_fake_quant
         self.gate = Router(hidden, config.num_experts, config.num_experts_per_token)
         self.experts = Experts(config.num_experts, latent or hidden, config.moe_intermediate_size)
         self.latent, self.latent_norm = latent is not None, config.latent_moe_use_norm
@@ -135,7 +136,10 @@ class LatentMoE(nn.Module):
         """``x [T, D]`` -> ``[T, D]``."""
         experts, weights = self.gate(x)
         z = self.routed_expert_down_proj(x) if self.latent else x
-        w1, w2, w3 = (w.to(z.dtype) for w in (self.experts.w1, self.experts.w2, self.experts.w3))
+        kept = (self.experts.w1, self.experts.w2, self.experts.w3)
+        # before any cast: an export encodes the weights as they are kept
+        used = map(mxfp4_rounded, kept) if self.rounded else kept
+        w1, w2, w3 = (w.to(z.dtype) for w in used)
         out = grouped_experts(z, w1, w2, w3, experts, weights * self.scaling, self.activation)
         if self.latent:
             if self.latent_norm:

@@ -181,7 +181,7 @@ def write_config(folder: Path, fields: dict[str, Any]) -> Path:
 
 
 # What does not change the result: one value is supported, names and ids, what only a new policy
-# uses, and the epsilon that published checkpoints leave out.
+# uses, and what published checkpoints leave out: an epsilon, and rounding while training.
 OPTIONAL = {
     *("mla_use_nope", "moe_router_activation_func", "moe_renormalize", "use_grouped_topk"),
     *(
@@ -191,7 +191,7 @@ OPTIONAL = {
         "num_nextn_predict_layers",
         "tie_word_embeddings",
     ),
-    *("num_key_value_heads", "initializer_range", "mla_norm_eps"),
+    *("num_key_value_heads", "initializer_range", "mla_norm_eps", "expert_fake_quant"),
     *("pad_token_id", "bos_token_id", "eos_token_id"),
 }
 
