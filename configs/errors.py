@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class UserError(ValueError):
     """A mistake in what the user gave: one line that names the field or file and the way out.
 
     The command line prints it without a stack trace and exits with code 2.
     """
+
+
+@contextmanager
+def foreign_code(what: str) -> Iterator[None]:
+    """Around code that the user brought: what it raises becomes a `UserError` with its place."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        place = f"{Path(frame.filename).name}, line {frame.lineno}"
+        raise UserError(f"{what} failed with {text} ({place})") from error
 
 
 def last_line(error: BaseException) -> str:

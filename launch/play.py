@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from ..configs.bounds import check_bounds
-from ..configs.errors import UserError
+from ..configs.errors import UserError, foreign_code
 from ..configs.schema import PlayConfig
 from ..envs.base import MessageEnv
 from ..envs.registry import make_config, tasks
@@ -64,17 +64,22 @@ def _play_expert(env: MessageEnv, task: Task, max_turns: int) -> None:
         raise UserError(f"{type(env).__name__} has no expert: add policy=FOLDER to play it")
     print(f"{type(env).__name__}  task {task.id}  seed {task.seed}  played by its expert")
     print(f"'{TRAINED}' marks what a policy would have written, which training learns from")
-    messages, _ = env.reset(seed=task.seed, options={"task": task})
+    name = type(env).__name__
+    with foreign_code(f"env: reset of {name}"):
+        messages, _ = env.reset(seed=task.seed, options={"task": task})
     total, turns, ended = 0.0, 0, False
     while True:
         for message in messages:
             _print_turn(f"{message.role}: {message.content}", False)
         if ended or turns >= max_turns:
             break
-        action = env.expert()
+        with foreign_code(f"env: expert of {name}"):
+            action = env.expert()
         _print_turn(f"assistant: {action}", True)
-        messages, reward, terminated, truncated, _ = env.step(action)
-        total, turns, ended = total + float(reward), turns + 1, terminated or truncated
+        with foreign_code(f"env: step of {name}"):
+            messages, reward, terminated, truncated, _ = env.step(action)
+            total += float(reward)
+        turns, ended = turns + 1, terminated or truncated
     env.close()
     success = total >= env.success_threshold
     print(f"reward {total:g}  success {success}  turns {turns}")

@@ -16,12 +16,12 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from ..configs.errors import UserError
+from ..configs.errors import UserError, foreign_code
 from ..configs.text import STDLIB, text_folder, walk
 from ..envs.types import Action, Message
 from .tokenizer import END_OF_DOCUMENT, ChatFormat, control_id
@@ -85,14 +85,20 @@ def load_demonstrations(file: Path) -> list[Demonstration]:
 def expert_messages(env: Demonstrator, seed: int) -> Iterator[Message]:
     """The expert's episode for ``seed``, message by message, as a rollout would see it: nothing
     follows the action that ends it. Raises `UserError` after an episode that is no success."""
-    messages, _ = env.reset(seed=seed)
+    name = type(env).__name__
+    with foreign_code(f"env: reset of {name}"):
+        messages, _ = env.reset(seed=seed)
     total, done = 0.0, False
     while not done:
         yield from messages
-        action = env.expert()
+        with foreign_code(f"env: expert of {name}"):
+            action = env.expert()
+        if not isinstance(action, str | Action):
+            raise UserError(f"env: expert of {name} must return a text, got {action!r:.80}")
         yield action.message if isinstance(action, Action) else Message("assistant", action)
-        messages, reward, terminated, truncated, _ = env.step(action)
-        total += float(reward)
+        with foreign_code(f"env: step of {name}"):
+            messages, reward, terminated, truncated, _ = env.step(action)
+            total += float(reward)
         done = terminated or truncated
     if total < env.success_threshold:
         raise UserError(
@@ -317,8 +323,18 @@ def _read(span: _Span, offset: int, block_bytes: int) -> Iterator[str]:
         stream.seek(offset)
         if offset > span.start:
             stream.readline(_BLOCK_BYTES)
+            if stream.tell() >= span.end and _is_one_line(stream, span):
+                stream.seek(offset)  # no line begins behind the first one: from within it
         while (left := span.end - stream.tell()) > 0:
             block = stream.read(min(block_bytes, left))
             if len(block) < left:
                 block += stream.readline(min(_BLOCK_BYTES, left - len(block)))
             yield block.decode("utf-8", errors="replace")
+
+
+def _is_one_line(stream: BinaryIO, span: _Span) -> bool:
+    stream.seek(span.start)
+    stream.readline(span.end - span.start)
+    one = stream.tell() >= span.end
+    stream.seek(span.end)
+    return one

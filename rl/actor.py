@@ -16,7 +16,7 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 from transformers import PreTrainedTokenizerFast
 
-from ..configs.errors import RunFailed, last_line
+from ..configs.errors import RunFailed, UserError, last_line
 from ..configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from ..policy.checkpoint import load_checkpoint, save_checkpoint
 from ..policy.config import PolicyConfig
@@ -156,11 +156,11 @@ class LearnerGroup:
     def update_nll(self, sequences: Sequence[np.ndarray]) -> UpdateResult:
         """One optimizer step on the negative log-likelihood of every token but each first.
 
-        ValueError if no sequence has a second token.
+        UserError if no sequence has a second token.
         """
         samples = batch.samples_of_text(sequences)
         if not samples:
-            raise ValueError("update_nll: no sequence has more than one token")
+            raise UserError("text: no sequence of a batch has a second token; give more text")
         shares = self._shares(samples)
         return self._update([shares], losses.nll, {"trained_tokens": shares[0].denominator})
 

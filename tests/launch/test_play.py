@@ -38,3 +38,19 @@ def test_environment_without_expert() -> None:
     fakes = Path(__file__).parents[1] / "fakes.py"
     with pytest.raises(UserError, match="has no expert: add policy=FOLDER"):
         play(PlayConfig(env=EnvConfig(id="scripted-v0", plugins=(str(fakes),))))
+
+
+@pytest.mark.parametrize("method", ["reset", "expert", "step"])
+def test_an_environment_that_raises_is_one_line_with_its_place(tmp_path: Path, method: str) -> None:
+    plugin = tmp_path / f"odd_{method}.py"
+    plugin.write_text(
+        "from farhorizon.envs import register\n"
+        "from farhorizon.envs.echo import Echo\n"
+        "class Odd(Echo):\n"
+        f"    def {method}(self, *arguments, **keywords):\n"
+        "        raise RuntimeError('out of\\nred')\n"
+        "register('odd-v0', Odd)\n"
+    )
+    message = rf"^env: {method} of Odd failed with RuntimeError: out of red \(odd_.*, line 5\)$"
+    with pytest.raises(UserError, match=message):
+        play(PlayConfig(env=EnvConfig(id="odd-v0", plugins=(str(plugin),))))

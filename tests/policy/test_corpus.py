@@ -16,6 +16,7 @@ from farhorizon.policy.corpus import (
     TextCorpus,
     cut,
     demonstration,
+    expert_messages,
     sample_texts,
     text_files,
 )
@@ -159,6 +160,43 @@ def test_only_text_files_are_read(tmp_path: Path) -> None:
 def test_a_folder_without_text_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="text: no"):
         text_files(str(tmp_path / name))
+
+
+def test_a_file_of_one_line_is_read_from_within_it(tmp_path: Path) -> None:
+    """Behind its only line begins no other: all that was read was the end of the file."""
+    (tmp_path / "a.txt").write_text("one two " * 400)
+    text = TextCorpus(str(tmp_path), TOKENIZER, "train")
+    rng = np.random.default_rng(0)
+    assert all(len(text.piece(rng, 8)) == 8 for _ in range(50))
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("reset", r"^env: reset of Odd failed with KeyError: 'no' \(test_corpus\.py, line \d+\)$"),
+        ("expert", r"^env: expert of Odd failed with KeyError: 'no' \(test_corpus\.py, line"),
+        ("step", r"^env: step of Odd failed with KeyError: 'no' \(test_corpus\.py, line"),
+    ],
+)
+def test_an_environment_that_raises_is_told_with_its_place(method: str, message: str) -> None:
+    class Odd(TwoTurns):
+        pass
+
+    def fails(*arguments: object, **keywords: object) -> None:
+        raise KeyError("no")
+
+    setattr(Odd, method, fails)
+    with pytest.raises(UserError, match=message):
+        list(expert_messages(Odd(), 0))
+
+
+def test_an_expert_that_says_nothing_is_told() -> None:
+    class Odd(TwoTurns):
+        def expert(self) -> Any:
+            return None
+
+    with pytest.raises(UserError, match=r"^env: expert of Odd must return a text, got None$"):
+        list(expert_messages(Odd(), 0))
 
 
 def test_a_single_letter_is_no_text_to_train_on(tmp_path: Path) -> None:
