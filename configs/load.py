@@ -246,7 +246,7 @@ def _describe(hint: Any) -> str:
     if get_origin(hint) is tuple:
         items = get_args(hint)
         count = "" if items[-1] is Ellipsis else f"{len(items)} "
-        kind = f"{items[0].__name__} objects" if is_dataclass(items[0]) else _PLURAL[items[0]]
+        kind = _PLURAL.get(items[0]) or f"{items[0].__name__} objects"
         return f"a list of {count}{kind}, such as [...]"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words[hint]

@@ -127,8 +127,9 @@ def read_stage(folder: str | Path) -> StageRecord:
     for name, (wanted, fits) in _STAGE_FIELDS.items():
         if not fits(fields[name]):
             raise UserError(f"{file}: {name}={fields[name]!r} must be {wanted}")
-    known = {name: fields[name] for name in _STAGE_FIELDS}
-    return StageRecord(**(known | {"stages": tuple(fields["stages"])}))
+    known: dict[str, Any] = {name: fields[name] for name in _STAGE_FIELDS}
+    known["stages"] = tuple(fields["stages"])
+    return StageRecord(**known)
 
 
 def check_context(folder: str | Path, context: int, allow_longer: bool) -> None:
