@@ -21,7 +21,7 @@ from ..rollout.types import Group
 from .cluster import check_gpus, cluster
 from .origin import evaluation_defaults
 from .prepare import changes, check_first_prompt, check_writable, find_checkpoint
-from .report import Evaluation, wilson
+from .report import Evaluation, context_line, wilson
 
 # What a success rate is of, beside checkpoint, seed and episodes, which the file holds.
 JUDGED = (
@@ -164,4 +164,6 @@ def _print_table(
         ("stopped by", ", ".join(f"{name} {count}" for name, count in sorted(stops.items()))),
     ):
         table.add_row(name, value)
+    if (cut := context_line(groups, context)) is not None:
+        table.add_row("context", cut)
     Console().print(table)

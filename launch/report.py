@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..envs.types import StopReason
 from ..rl.types import UpdateResult
+from ..rollout.types import Group
 
 
 def wilson(successes: int, episodes: int, z: float = 1.959964) -> tuple[float, float]:
@@ -128,6 +130,15 @@ def closing_lines(
         f"evaluate    farhorizon eval {run}",
         f"resume      {resume_line(run, steps * 2)}",
     ]
+
+
+def context_line(groups: Sequence[Group], context: int) -> str | None:
+    """What to change where more than half of the episodes did not fit the context."""
+    stops = [t.stop for group in groups for t in group.trajectories]
+    cut = stops.count(StopReason.CONTEXT_LIMIT)
+    if 2 * cut <= len(stops):
+        return None
+    return f"{cut} of {len(stops)} episodes did not fit: raise context (now {context})"
 
 
 def skipped_line(update: UpdateResult) -> str:

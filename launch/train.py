@@ -29,7 +29,14 @@ from .interrupt import GivenUp, uninterrupted
 from .prepare import Run, prepare
 from .progress import Display
 from .record import Recorder, read_rows
-from .report import Evaluation, closing_lines, curve_points, resume_line, skipped_line
+from .report import (
+    Evaluation,
+    closing_lines,
+    context_line,
+    curve_points,
+    resume_line,
+    skipped_line,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +243,8 @@ def _record(
         display.line(f"step {run.step}: update skipped, weights stay at version {result.version}")
     if stats.errors or stale:
         display.line(f"step {run.step}: {stats.errors} failed episodes, {stale} stale groups")
+    if (cut := context_line(groups, run.config.context)) is not None:
+        display.line(f"step {run.step}: {cut}")
     job.recorder.metrics(
         run.step,
         {
@@ -275,6 +284,8 @@ def _evaluate(job: Job) -> Evaluation:
     job.recorder.rollouts(run.step, groups, run.tokenizer, kind="heldout")
     job.recorder.curve(force=True)
     job.display.line(f"step {run.step}/{config.steps}  held-out success {result}")
+    if (cut := context_line(groups, config.context)) is not None:
+        job.display.line(f"step {run.step}: {cut}")
     return result
 
 

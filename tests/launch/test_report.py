@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from farhorizon.envs.types import StopReason
 from farhorizon.launch.report import (
     CurvePoint,
     Evaluation,
     closing_lines,
+    context_line,
     curve_points,
     draw_curve,
     wilson,
 )
+from farhorizon.rollout.types import Group, Trajectory
 
 
 @pytest.mark.parametrize(
@@ -81,3 +84,13 @@ def test_curve_comes_from_the_metric_rows(tmp_path: Path) -> None:
     draw_curve(path, heldout, training, "t")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["curve.png"]
+
+
+@pytest.mark.parametrize(
+    ("cut", "line"), [(2, None), (3, "3 of 4 episodes did not fit: raise context (now 100)")]
+)
+def test_episodes_that_do_not_fit_are_told_when_they_are_most(cut: int, line: str | None) -> None:
+    stops = [StopReason.CONTEXT_LIMIT] * cut + [StopReason.TERMINATED] * (4 - cut)
+    played = [Trajectory("t", i, (), (), 0.0, False, stop, 1) for i, stop in enumerate(stops)]
+    groups = [Group("t", tuple(played[:2])), Group("t", tuple(played[2:]))]
+    assert context_line(groups, 100) == line
