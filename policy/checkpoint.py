@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -27,7 +26,7 @@ from .config import PolicyConfig
 from .model import Policy
 from .published import saved_fields
 from .records import STAGE_FILE, StageRecord, listed, read_config, read_stage, write_json
-from .shards import INDEX_FILE, SINGLE_FILE
+from .shards import INDEX_FILE, SINGLE_FILE, write_shard
 from .stored import read_weights, stored_parts
 from .tokenizer import END_OF_MESSAGE, load_tokenizer, tokenizer_sha256
 
@@ -149,6 +148,7 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig, export:
     """Write shards of at most `SHARD_BYTES` and their index; the dtype of most tensors."""
     if isinstance(weights, Policy):
         weights = weights.state_dict()
+    lasting = isinstance(weights, Mapping)  # what an iterator gives is valid until its next
     pairs = weights.items() if isinstance(weights, Mapping) else weights
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in Policy(config).state_dict().items()}
@@ -166,14 +166,16 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig, export:
             dtype = str(tensor.dtype).removeprefix("torch.")
         for stored, part in stored_parts(name, tensor, config, export):
             if shard and size + part.nbytes > SHARD_BYTES:
-                shards.append(_save_shard(folder, len(shards), shard))
+                write_shard(folder / _part(len(shards)), shard)
+                shards.append(list(shard))
                 shard, size = {}, 0
-            shard[stored] = part
+            shard[stored] = part if lasting else part.clone()
             size += part.nbytes
             total += part.nbytes
     if expected:
         raise ValueError(f"checkpoint: tensors missing: {listed(sorted(expected))}")
-    shards.append(_save_shard(folder, len(shards), shard))
+    write_shard(folder / _part(len(shards)), shard)
+    shards.append(list(shard))
     for stale in (*folder.glob("model-*.safetensors"), folder / INDEX_FILE, folder / SINGLE_FILE):
         stale.unlink(missing_ok=True)
     if len(shards) == 1:
@@ -186,11 +188,6 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig, export:
         weight_map |= dict.fromkeys(names, final)
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return dtype
-
-
-def _save_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
-    save_file(tensors, folder / _part(number), metadata={"format": "pt"})
-    return list(tensors)
 
 
 def _part(number: int) -> str:

@@ -89,7 +89,8 @@ def stores_mxfp4(published: Fields) -> bool:
         raise ValueError(f"config.json: {QUANTISATION}={found!r} must be an object")
     groups = found.get("config_groups") or {}
     parts = list(groups.values()) if isinstance(groups, dict) else [groups]
-    if not all(isinstance(part, dict) for part in parts):
+    kinds = [part.get("weights") or {} for part in parts if isinstance(part, dict)]
+    if len(kinds) < len(parts) or not all(isinstance(weights, dict) for weights in kinds):
         raise ValueError(f"config.json: {QUANTISATION}.config_groups must hold objects")
     formats = {part["format"] for part in [found, *parts] if part.get("format") is not None}
     if formats != {MXFP4}:
@@ -97,8 +98,7 @@ def stores_mxfp4(published: Fields) -> bool:
             f"config.json: {QUANTISATION}.format={sorted(map(str, formats))} is not supported, "
             f"only {MXFP4}; convert the weights to bfloat16"
         )
-    for part in parts:
-        weights = part.get("weights") or {}
+    for weights in kinds:
         for name, value in (("num_bits", 4), ("group_size", 32)):
             if weights.get(name, value) != value:
                 raise ValueError(

@@ -1,13 +1,15 @@
-"""Reading safetensors files straight into the tensors of a policy.
+"""Safetensors files, read straight into the tensors of a policy and written straight from them.
 
 Files are checked whole before a number is read, then read in pieces with plain reads: mapped files
-would count as memory a second time. Nothing is ever unpickled.
+would count as memory a second time, as would the bytes that libraries gather before they write.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ FLOATS = {
     "BF16": torch.bfloat16,
 }
 _BYTES = "U8"
+_NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.uint8: _BYTES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,27 @@ def read_mxfp4(packed: StoredTensor, scale: StoredTensor, place: Tensor) -> bool
         place[some] = mxfp4_decode(codes[some], powers[some], place.dtype)
         finite = finite and bool(torch.isfinite(place[some]).all())
     return finite
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write contiguous CPU tensors as one safetensors file, the widest types first as readers that
+    map files want them aligned."""
+    ordered = sorted(tensors.items(), key=lambda pair: -pair[1].element_size())
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
 def _fill(stored: StoredTensor, numbers: Tensor, begin: int) -> None:

@@ -22,6 +22,7 @@ from .records import listed
 from .shards import FLOATS, PREFIX, Shards, StoredTensor, read_floats, read_mxfp4
 
 PADDED_HEADS = 128  # a published A_log beside a vision tower is padded to a multiple of this
+LISTED = 16  # names in a message
 
 _FUSED = re.compile(r"(.+\.block_sparse_moe\.experts)\.(w[123])")
 _THRESHOLD = ".gate.e_score_correction_bias"
@@ -41,7 +42,7 @@ def file_names(name: str, shape: Iterable[int]) -> list[str]:
 def stored_parts(
     name: str, tensor: Tensor, config: PolicyConfig, export: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in files that hold ``tensor``; copies of their own on the CPU.
+    """The tensors in files that hold ``tensor``, on the CPU; they may share its memory.
 
     With ``export`` experts are encoded. ValueError for one that cannot be.
     """
@@ -51,7 +52,7 @@ def stored_parts(
     if _FUSED.fullmatch(name):
         for stored, part in zip(names, tensor, strict=True):
             if not export:
-                yield stored, part.cpu().clone()
+                yield stored, part.cpu().contiguous()
                 continue
             if not bool(torch.isfinite(part).all()):
                 raise ValueError(f"checkpoint: {stored} is not finite, it cannot be exported")
@@ -65,7 +66,7 @@ def stored_parts(
         shape = _a_log_shape(config, len(tensor))
         padding = tensor.new_zeros(torch.Size(shape).numel() - len(tensor))
         tensor = torch.cat([tensor, padding]).view(shape)
-    yield names[0], tensor.cpu().contiguous().clone()
+    yield names[0], tensor.cpu().contiguous()
 
 
 def read_weights(folder: Path, policy: Policy, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -97,7 +98,7 @@ def read_weights(folder: Path, policy: Policy, dtype: torch.dtype | None) -> dic
                     infinite.append(part)
             weights[name] = target
         if infinite:
-            raise UserError(f"{folder}: tensors that are not finite: {listed(infinite)}")
+            raise UserError(f"{folder}: tensors that are not finite: {listed(infinite, LISTED)}")
         _remember_a_log(shards, names, config)
     return weights
 
@@ -134,7 +135,7 @@ def _check(
     extra = sorted(name for name in stored.keys() - wanted.keys() if not name.startswith(vision))
     if missing or extra:
         problems = [
-            f"tensors {kind}: {listed(found)}"
+            f"tensors {kind}: {listed(found, LISTED)}"
             for kind, found in (("missing", missing), ("unknown", extra))
             if found
         ]
@@ -145,7 +146,7 @@ def _check(
         if not _fits(stored[name], name, shape)
     ]
     if wrong:
-        raise UserError(f"{folder}: tensors of the wrong shape: {listed(wrong)}")
+        raise UserError(f"{folder}: tensors of the wrong shape: {listed(wrong, LISTED)}")
     _check_gate(shards, config)
 
 

@@ -19,6 +19,7 @@ from farhorizon.policy.moe import LatentMoE
 from farhorizon.policy.packing import Packing
 from farhorizon.policy.records import parse_config
 
+MXFP4 = "mxfp4-pack-quantized"
 PRESETS = Path(__file__).parents[2] / "configs" / "policy"
 FULL = [*range(4, 93, 4), 93]
 KDA = [i for i in range(1, 94) if i not in FULL]
@@ -239,6 +240,10 @@ def test_a_changed_field_is_written_where_it_belongs() -> None:
         ({"text_config": K3_TEXT | {"model_type": "llama"}}, r"text_config\.model_type='llama'"),
         ({"text_config": K3_TEXT | {"topk_method": "greedy"}}, "topk_method='greedy'"),
         ({"quantization_config": {"format": "int8"}}, r"quantization_config\.format=\['int8'\]"),
+        (
+            {"quantization_config": {"format": MXFP4, "config_groups": {"g": {"weights": 7}}}},
+            r"quantization_config\.config_groups must hold objects",
+        ),
         ({"quantization_config": []}, r"quantization_config\.?"),
         (
             {
