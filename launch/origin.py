@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from ..configs.errors import UserError
@@ -28,8 +29,8 @@ def evaluation_defaults(checkpoint: Path, overrides: list[str]) -> EvalConfig:
         if any(text.startswith("env.id=") and text != f"env.id={env.id}" for text in overrides):
             env = EnvConfig(id=env.id)
         elif env.plugins and not any(text.startswith("env.plugins=") for text in overrides):
-            named = ",".join(env.plugins)
-            raise UserError(f"{file} names code of its own; to run it, add env.plugins=[{named}]")
+            named = shlex.quote(f"env.plugins=[{','.join(env.plugins)}]")
+            raise UserError(f"{file} names code of its own; to run it, add {named}")
     if not isinstance(made, TrainConfig):
         address = made.ray_address if isinstance(made, StageConfig) else None
         return EvalConfig(env=env, seed=made.seed, ray_address=address)

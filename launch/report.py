@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,12 @@ def curve_points(
 
 
 def closing_lines(
-    before: CurvePoint | None, after: Evaluation | None, run: Path, checkpoint: Path, steps: int
+    before: CurvePoint | None,
+    after: Evaluation | None,
+    run: Path,
+    checkpoint: Path,
+    steps: int,
+    plugins: Sequence[str] = (),
 ) -> list[str]:
     """Four lines: what improved, where the checkpoint is, how to evaluate, how to resume."""
     if after is None:
@@ -127,7 +133,7 @@ def closing_lines(
     return [
         f"result      {improved}",
         f"checkpoint  {checkpoint}",
-        f"evaluate    farhorizon eval {run}",
+        f"evaluate    {evaluate_line(run, plugins)}",
         f"resume      {resume_line(run, steps * 2)}",
     ]
 
@@ -147,6 +153,12 @@ def skipped_line(update: UpdateResult) -> str:
         f"gradient of {update.bad_tensor} is not finite, {update.metrics['skipped_steps']:g} "
         f"optimizer steps skipped, weights at version {update.version}"
     )
+
+
+def evaluate_line(run: Path, plugins: Sequence[str]) -> str:
+    """The command that evaluates a run, with the code of its own that it may use."""
+    named = [f"env.plugins=[{','.join(plugins)}]"] if plugins else []
+    return shlex.join(["farhorizon", "eval", str(run), *named])
 
 
 def resume_line(run: Path, steps: int) -> str:

@@ -34,6 +34,7 @@ from .report import (
     closing_lines,
     context_line,
     curve_points,
+    evaluate_line,
     resume_line,
     skipped_line,
 )
@@ -58,7 +59,7 @@ def train(config: TrainConfig) -> int:
     if run.step >= run.config.steps and not _evaluation_due(run):
         print(
             f"{run.folder}: finished with {run.step} steps, 0 steps to do; steps=N goes further, "
-            f"farhorizon eval {run.folder} evaluates it"
+            f"{evaluate_line(run.folder, run.config.env.plugins)} evaluates it"
         )
         return 0
     config = run.config
@@ -78,7 +79,8 @@ def train(config: TrainConfig) -> int:
     first = before[0] if before and before[0].step == 0 else None
     folder = checkpoints.newest(run.folder)
     assert folder is not None
-    for line in closing_lines(first, result, run.folder, folder.folder, run.step):
+    plugins = config.env.plugins
+    for line in closing_lines(first, result, run.folder, folder.folder, run.step, plugins):
         print(line)
     return 0
 

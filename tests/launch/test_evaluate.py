@@ -78,7 +78,7 @@ def test_code_named_by_a_stored_run_is_not_run(checkpoint: Path, tmp_path: Path)
     )
     for name in checkpoint.iterdir():
         (run / name.name).write_bytes(name.read_bytes())
-    with pytest.raises(UserError, match=r"names code of its own; to run it, add env\.plugins="):
+    with pytest.raises(UserError, match=r"names code of its own; to run it, add 'env\.plugins="):
         evaluate(str(run), [])
     assert not sentinel.exists()
 

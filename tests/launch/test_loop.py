@@ -196,6 +196,18 @@ def test_rewards_are_equal_when_the_learner_says_so(
     assert job.recorder.rows[-1]["train/groups_without_variance"] == 1 - stale
 
 
+def test_a_context_that_cuts_most_episodes_is_told(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = start(Pool())
+    job.run.step = 1
+    cut = Trajectory("t", 0, (), (0.0,), 0.0, False, StopReason.CONTEXT_LIMIT, 1)
+    result = UpdateResult({"groups": 1.0, "groups_without_variance": 1.0}, 0, skipped=True)
+    train._record(job, [Group("t", (cut, cut))], RolloutStats(), result, 0, 0)
+    line = "step 1: 2 of 2 episodes did not fit: raise context (now 64)"
+    assert line in capsys.readouterr().out.splitlines()
+
+
 def test_a_failure_keeps_the_finished_steps(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,12 @@ def test_closing_lines_say_whether_intervals_are_apart() -> None:
     assert lines[0].endswith("(95 % intervals overlapping)")
 
 
+def test_the_line_that_evaluates_names_the_code_that_eval_asks_for() -> None:
+    plugins = ("/a/my_envs.py", "other")
+    lines = closing_lines(None, None, Path("r"), Path("r/c"), 20, plugins)
+    assert lines[2] == "evaluate    farhorizon eval r 'env.plugins=[/a/my_envs.py,other]'"
+
+
 def test_curve_comes_from_the_metric_rows(tmp_path: Path) -> None:
     rows = [
         {"step": 0, "eval/success": 0.2, "eval/ci_low": 0.1, "eval/ci_high": 0.3},
