@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from ..configs.errors import RunFailed, UserError
+from ..configs.errors import RunFailed, UserError, last_line
 
 FAILED, USER_MISTAKE, INTERRUPTED = 1, 2, 130
 
@@ -24,10 +24,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         # Ray wraps what an actor raised; its own text would be the whole remote traceback.
         cause = getattr(error, "cause", None) or error
+        if _process_ended(cause):
+            cause = RunFailed(
+                f"a process of the run ended while it worked ({last_line(cause)}); "
+                "farhorizon doctor looks at this machine"
+            )
         if not isinstance(cause, UserError | RunFailed):
             raise
         print(f"farhorizon: {cause}", file=sys.stderr)
         return USER_MISTAKE if isinstance(cause, UserError) else FAILED
+
+
+def _process_ended(error: BaseException) -> bool:
+    """Whether Ray says that a process or node is gone; Ray, slow to import, is loaded then."""
+    ray = sys.modules.get("ray.exceptions")
+    return (
+        ray is not None
+        and isinstance(error, ray.RayError)
+        and not isinstance(error, ray.RayTaskError)
+    )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -12,7 +12,7 @@ import ray
 import torch
 from ray._private import ray_constants
 
-from ..configs.errors import UserError
+from ..configs.errors import RunFailed, UserError
 from ..configs.schema import LearnerConfig, RolloutConfig
 
 GIB = 2**30
@@ -21,21 +21,31 @@ GPU_UNITS = 10_000  # what Ray divides a GPU into
 
 @contextmanager
 def cluster(address: str | None) -> Iterator[None]:
-    """Ray while the block runs; a connection that already exists is used and left alone."""
+    """Ray while the block runs; a connection that already exists is used and left alone.
+
+    RunFailed if Ray does not start, UserError if there is none at the address.
+    """
     if ray.is_initialized():
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray would hide the GPUs from actors that reserve none and warn about it at every start.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if address is None:
-        _start_local()
-    else:
-        try:
+    try:
+        if address is None:
+            _start_local()
+        else:
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+    except (Exception, SystemExit) as error:  # Ray raises many kinds, and may end the process
+        ray.shutdown()  # what of it had started
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else "no text"
+        if address is not None and isinstance(error, ConnectionError | RuntimeError | ValueError):
             raise UserError(f"ray_address {address}: cannot connect to Ray ({reason})") from None
+        raise RunFailed(
+            f"Ray does not start ({type(error).__name__}: {reason}); "
+            "farhorizon doctor looks for the cause"
+        ) from error
     try:
         yield
     finally:

@@ -69,7 +69,9 @@ def _check_ray() -> list[str]:
         with cluster(None):
             answer = ray.get(ray.remote(num_cpus=0.1)(_seven).remote(), timeout=60)
     except Exception as error:  # a report, not a run: whatever is wrong becomes a line of it
-        return [f"Ray does not start: {str(error).splitlines()[0]}"]
+        cause = error.__cause__ or error  # not the advice to run what runs here
+        text = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+        return [f"Ray does not start: {text}"]
     print(f"ray          started and answered {answer} in {time.perf_counter() - start:.1f} s")
     return []
 

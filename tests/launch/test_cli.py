@@ -73,6 +73,21 @@ def test_a_mistake_gives_2_and_a_failure_1(
     assert capsys.readouterr().err == "farhorizon: no\n"
 
 
+def test_a_process_that_ended_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ray.exceptions import NodeDiedError
+
+    def failing(arguments: object) -> int:
+        raise NodeDiedError("The node died\nThe worker was killed")
+
+    monkeypatch.setitem(cli._COMMANDS, "doctor", failing)
+    assert cli.main(["doctor"]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("farhorizon: a process of the run ended while it worked (")
+    assert "The worker was killed" in text and text.count("\n") == 1
+
+
 def test_unknown_errors_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(arguments: object) -> int:
         raise ZeroDivisionError("a bug")

@@ -56,6 +56,36 @@ def test_every_socket_of_a_local_ray_is_on_loopback() -> None:
     assert [line for line in lines if line.startswith("open")] == []
 
 
+BROKEN = """
+import sys, ray
+from farhorizon.launch import cli
+
+def broken(*arguments, **keywords):
+    raise {error}
+
+ray.init = broken
+sys.exit(cli.main(["{command}", *{arguments}]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("AssertionError('no port\\nis free')", "AssertionError: no port"),
+        ("SystemExit(1)", "SystemExit: 1"),
+        ("TimeoutError", "TimeoutError: no text"),
+    ],
+)
+def test_a_ray_that_does_not_start_is_one_line(checkpoint: Path, error: str, reason: str) -> None:
+    arguments = [str(checkpoint), "env.id=echo-v0", "episodes=1"]
+    code = BROKEN.format(error=error, command="eval", arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"farhorizon: Ray does not start ({reason}); farhorizon doctor looks for the cause\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("shares", "needed"),
     [
