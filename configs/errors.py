@@ -15,6 +15,14 @@ class UserError(ValueError):
     """
 
 
+class UnknownArgument(UserError):
+    """An environment does not take one of the arguments in env.kwargs: ``name`` says which."""
+
+    def __init__(self, text: str, name: str = "") -> None:
+        super().__init__(text)
+        self.name = name
+
+
 @contextmanager
 def foreign_code(what: str) -> Iterator[None]:
     """Around code that the user brought: what it raises becomes a `UserError` with its place."""

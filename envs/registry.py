@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from ..configs.errors import UserError
+from ..configs.errors import UnknownArgument, UserError
 from ..configs.schema import EnvConfig
 from .base import MessageEnv
 from .types import Task
@@ -161,9 +161,10 @@ def _check_arguments(id: str, factory: Callable[..., Any], kwargs: Mapping[str, 
         unknown = [key for key in kwargs if key not in signature.parameters]
         if not unknown:
             raise UserError(f"env.kwargs of {id!r}: {error}") from error
-        raise UserError(
+        raise UnknownArgument(
             f"env.kwargs of {id!r}: unknown argument {unknown[0]!r}"
-            f"{_near(unknown[0], tuple(signature.parameters))}"
+            f"{_near(unknown[0], tuple(signature.parameters))}",
+            unknown[0],
         ) from error
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from ..configs.errors import RunFailed, UserError, last_line
+from ..configs.errors import RunFailed, UnknownArgument, UserError, last_line
 
 FAILED, USER_MISTAKE, INTERRUPTED = 1, 2, 130
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if not isinstance(cause, UserError | RunFailed):
             raise
-        print(f"farhorizon: {cause}", file=sys.stderr)
+        print(f"farhorizon: {cause}{_way_out(cause, arguments)}", file=sys.stderr)
         return USER_MISTAKE if isinstance(cause, UserError) else FAILED
 
 
@@ -43,6 +43,16 @@ def _process_ended(error: BaseException) -> bool:
         and isinstance(error, ray.RayError)
         and not isinstance(error, ray.RayTaskError)
     )
+
+
+def _way_out(error: Exception, arguments: argparse.Namespace) -> str:
+    """Where an argument that an environment does not take comes from, if not from this line."""
+    if not isinstance(error, UnknownArgument) or "config" not in arguments:
+        return ""
+    own = ("env.kwargs=", f"env.kwargs.{error.name}=")
+    if any(text.startswith(own) for text in arguments.overrides):
+        return ""
+    return f"; {arguments.config} gives it to its own environment: add 'env.kwargs={{}}'"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from farhorizon.configs.errors import RunFailed, UserError
+from farhorizon.configs.errors import RunFailed, UnknownArgument, UserError
+from farhorizon.envs import make
 from farhorizon.launch import cli
 
 
@@ -71,6 +74,32 @@ def test_a_mistake_gives_2_and_a_failure_1(
     monkeypatch.setitem(cli._COMMANDS, "doctor", failing)
     assert cli.main(["doctor"]) == code
     assert capsys.readouterr().err == "farhorizon: no\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        (["env.id=x"], "; quickstart gives it to its own environment: add 'env.kwargs={}'"),
+        (["env.id=x", "env.kwargs.pages=2"], ""),
+        (["env.kwargs={pages: 2}"], ""),
+    ],
+)
+def test_an_argument_of_a_preset_is_told_apart_from_a_given_one(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    hint: str,
+) -> None:
+    def failing(arguments: object) -> int:
+        make("echo-v0", pages=2)
+        return 0
+
+    monkeypatch.setitem(cli._COMMANDS, "train", failing)
+    assert cli.main(["train", "quickstart", *overrides]) == 2
+    text = f"farhorizon: env.kwargs of 'echo-v0': unknown argument 'pages'{hint}\n"
+    assert capsys.readouterr().err == text
+    error = pickle.loads(pickle.dumps(UnknownArgument("no", "pages")))  # as an actor's comes home
+    assert (str(error), error.name) == ("no", "pages")
 
 
 def test_a_process_that_ended_is_one_line(
