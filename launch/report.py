@@ -147,6 +147,21 @@ def context_line(groups: Sequence[Group], context: int) -> str | None:
     return f"{cut} of {len(stops)} episodes did not fit: raise context (now {context})"
 
 
+def unchanged_line(rows: Sequence[dict[str, Any]]) -> str | None:
+    """What to change where groups without reward variance left more than half of the steps flat."""
+    steps = [row for row in rows if "train/update_skipped" in row]
+    idle = [row for row in steps if row["train/update_skipped"]]
+    flat = [r for r in idle if 0 < r.get("learn/groups", 0) == r["train/groups_without_variance"]]
+    if 2 * len(flat) <= len(steps):
+        return None
+    solved = sum(row["train/success"] for row in flat) > len(flat) / 2
+    way_out = "make the task harder" if solved else "warm up longer or make the task easier"
+    return (
+        f"{len(steps) - len(idle)} of {len(steps)} steps changed the policy "
+        f"(groups without reward variance); {way_out}"
+    )
+
+
 def skipped_line(update: UpdateResult) -> str:
     """What a gradient that was not finite cost."""
     return (

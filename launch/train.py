@@ -37,6 +37,7 @@ from .report import (
     evaluate_line,
     resume_line,
     skipped_line,
+    unchanged_line,
 )
 
 
@@ -75,6 +76,8 @@ def train(config: TrainConfig) -> int:
             _stop(job, stop)
             return 130
     recorder.curve(force=True)
+    if (unchanged := unchanged_line(recorder.rows)) is not None:
+        print(unchanged)
     before, _ = curve_points(recorder.rows)
     first = before[0] if before and before[0].step == 0 else None
     folder = checkpoints.newest(run.folder)

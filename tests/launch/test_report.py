@@ -14,6 +14,7 @@ from farhorizon.launch.report import (
     context_line,
     curve_points,
     draw_curve,
+    unchanged_line,
     wilson,
 )
 from farhorizon.rollout.types import Group, Trajectory
@@ -100,3 +101,30 @@ def test_episodes_that_do_not_fit_are_told_when_they_are_most(cut: int, line: st
     played = [Trajectory("t", i, (), (), 0.0, False, stop, 1) for i, stop in enumerate(stops)]
     groups = [Group("t", tuple(played[:2])), Group("t", tuple(played[2:]))]
     assert context_line(groups, 100) == line
+
+
+@pytest.mark.parametrize(
+    ("flat", "success", "line"),
+    [
+        (2, 0.0, None),
+        (3, 0.0, "warm up longer or make the task easier"),
+        (3, 1.0, "make the task harder"),
+    ],
+)
+def test_steps_that_changed_nothing_are_told_when_they_are_most(
+    flat: int, success: float, line: str | None
+) -> None:
+    rows = [
+        {
+            "step": step,
+            "train/update_skipped": int(step <= flat),
+            "train/groups_without_variance": 2.0,
+            "train/success": success,
+            "learn/groups": 2.0 if step <= flat else 4.0,
+        }
+        for step in range(1, 5)
+    ]
+    told = "1 of 4 steps changed the policy (groups without reward variance); "
+    assert unchanged_line([{"step": 0, "eval/success": 0.0}, *rows]) == (line and told + line)
+    stale = [{**row, "learn/groups": 0.0, "train/groups_without_variance": 0.0} for row in rows]
+    assert unchanged_line(stale) is None
