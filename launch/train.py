@@ -115,7 +115,7 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
 def _loop(job: Job) -> Evaluation | None:
     """All steps that are left; the final evaluation."""
     run, config, display = job.run, job.run.config, job.display
-    if run.step == 0 and config.eval_episodes:
+    if config.eval_episodes and (run.step == 0 or _evaluation_missed(run)):
         _evaluate(job)
     buffer = GroupBuffer(config.max_staleness)
     in_flight: deque[list] = deque()
@@ -163,10 +163,17 @@ def learning_rate(config: TrainConfig, version: int) -> float:
 
 
 def _evaluation_due(run: Run) -> bool:
-    """Whether a run with all its steps done was stopped before its final evaluation."""
+    """Whether the step that the run has reached still has to be evaluated."""
     heldout, _ = curve_points(read_rows(run.folder / "metrics.jsonl"))
     measured = any(point.step == run.step for point in heldout)
     return run.config.eval_episodes > 0 and not measured
+
+
+def _evaluation_missed(run: Run) -> bool:
+    """Whether a run was stopped between a checkpoint and the evaluation of its step."""
+    every = run.config.eval_every
+    within = every > 0 and run.step % every == 0 and run.step < run.config.steps
+    return within and _evaluation_due(run)
 
 
 def _play(job: Job) -> Evaluation | None:

@@ -269,6 +269,17 @@ def test_a_missed_final_evaluation_is_made_up(
     assert "0 steps to do" in capsys.readouterr().out
 
 
+def test_an_evaluation_missed_on_the_way_is_made_up(finished: TrainConfig, tmp_path: Path) -> None:
+    """A run that ended between the checkpoint of a step and its evaluation."""
+    config = replace(finished, output=str(tmp_path / "gap"), steps=2, eval_episodes=0)
+    assert train(config) == 0
+    assert train(replace(config, steps=3, eval_episodes=16)) == 0
+    found = {row["step"]: row.get("eval/success") for row in rows(config)}
+    assert list(found) == [1, 2, 3]
+    assert found[1] is None and found[3] is not None
+    assert found[2] == rows(finished)[2]["eval/success"]
+
+
 def test_stale_groups_within_bounds(finished: TrainConfig, tmp_path: Path) -> None:
     config = replace(
         finished, output=str(tmp_path / "async"), steps=3, max_staleness=1, eval_episodes=0
