@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import string
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -11,6 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from ..configs.errors import UserError
 from .types import Message, Role, Task
 
 Observation = tuple[Message, ...]
@@ -147,3 +149,15 @@ class ToolEnv(MessageEnv):
     def on_invalid(self, action: str) -> Step:
         """Called for text that is no tool call; by default the tools are listed and it goes on."""
         return self.reply("invalid action; tools: " + ", ".join(self.usage()))
+
+
+def checked_threshold(env: MessageEnv) -> float:
+    """The total reward that makes an episode a success; UserError if it is no number."""
+    threshold: Any = env.success_threshold
+    number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+    if not number or math.isnan(threshold):
+        raise UserError(
+            f"environment {type(env).__name__}: success_threshold must be a number, got "
+            f"{threshold!r:.80} ({type(threshold).__name__})"
+        )
+    return threshold

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 
 from ..configs.errors import UserError
-from .base import MessageEnv, Observation
+from .base import MessageEnv, Observation, checked_threshold
 from .types import Message, Role, Task
 
 ODD_TEXTS = ("", "   ", "\x00 \u2603", "no_such_tool a b c", "word " * 2000)
@@ -22,16 +22,17 @@ def check_env(
 ) -> None:
     """Play short episodes and close ``env``; the first breach is a one-line `UserError`.
 
-    Checked: the types of what ``reset`` and ``step`` return, that only new messages are returned,
-    that a task and its seed fix the episode, that odd text is answered and not raised, that
-    ``expert``, if there is one, succeeds within ``max_steps``, and that ``close`` may be called
-    twice. ``tasks`` is for environments that read a task's messages or metadata.
+    Checked: the threshold, the types of what ``reset`` and ``step`` return, that only new messages
+    are returned, that a task and its seed fix the episode, that odd text is answered and not
+    raised, that ``expert``, if there is one, succeeds within ``max_steps``, and that ``close`` may
+    be called twice. ``tasks`` is for environments that read a task's messages or metadata.
     """
     if not isinstance(env, MessageEnv):
         raise UserError(
             f"check_env {type(env).__name__}: it is no MessageEnv; subclass "
             "farhorizon.envs.MessageEnv"
         )
+    checked_threshold(env)
     checker = _Checker(type(env).__name__)
     for task in tasks:
         actions = _expert_actions(checker, env, task, max_steps) if env.has_expert() else ODD_TEXTS
@@ -144,9 +145,9 @@ def _expert_actions(checker: _Checker, env: MessageEnv, task: Task, max_steps: i
         observation, reward, over = checker.step(env, actions[-1], seen)
         seen += observation
         total += reward
-    if total < env.success_threshold:
+    if total < (threshold := checked_threshold(env)):
         checker.fail(
             f"the expert reached {total:g} with seed {task.seed}, but success_threshold is "
-            f"{env.success_threshold:g}"
+            f"{threshold:g}"
         )
     return actions

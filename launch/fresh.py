@@ -11,7 +11,7 @@ import torch
 from ..configs.errors import UserError
 from ..configs.load import PRESETS
 from ..configs.schema import EnvConfig, StageConfig
-from ..envs.base import MessageEnv
+from ..envs.base import MessageEnv, checked_threshold
 from ..envs.registry import make_config, tasks
 from ..policy import Policy, PolicyConfig
 from ..policy.checkpoint import save_checkpoint
@@ -66,8 +66,9 @@ def starting_checkpoint(config: StageConfig, folder: Path) -> Path:
 
 
 def expert_env(config: EnvConfig) -> MessageEnv:
-    """The environment; UserError if it has no expert."""
+    """The environment; UserError if it has no expert, or no number as its threshold."""
     env = make_config(config)
+    checked_threshold(env)
     if not env.has_expert():
         raise UserError(f"env.id {config.id}: has no expert() to take demonstrations from")
     return env

@@ -7,7 +7,7 @@ import sys
 from ..configs.bounds import check_bounds
 from ..configs.errors import UserError, foreign_code
 from ..configs.schema import PlayConfig
-from ..envs.base import MessageEnv
+from ..envs.base import MessageEnv, checked_threshold
 from ..envs.registry import make_config, tasks
 from ..envs.types import Task
 from ..policy.checkpoint import load_checkpoint
@@ -62,6 +62,7 @@ def _play_expert(env: MessageEnv, task: Task, max_turns: int) -> None:
     if not env.has_expert():
         env.close()
         raise UserError(f"{type(env).__name__} has no expert: add policy=FOLDER to play it")
+    threshold = checked_threshold(env)
     print(f"{type(env).__name__}  task {task.id}  seed {task.seed}  played by its expert")
     print(f"'{TRAINED}' marks what a policy would have written, which training learns from")
     name = type(env).__name__
@@ -81,7 +82,7 @@ def _play_expert(env: MessageEnv, task: Task, max_turns: int) -> None:
             total += float(reward)
         turns, ended = turns + 1, terminated or truncated
     env.close()
-    success = total >= env.success_threshold
+    success = total >= threshold
     print(f"reward {total:g}  success {success}  turns {turns}")
 
 

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import numpy as np
 
 from ..configs.errors import UserError
-from ..envs.base import MessageEnv
+from ..envs.base import MessageEnv, checked_threshold
 from ..envs.registry import EnvBuildError
 from ..envs.types import Message, Role, Task
 
@@ -254,7 +254,7 @@ def build(factory: Callable[[], MessageEnv], task: Task) -> tuple[MessageEnv, tu
     env = factory()
     try:
         messages, _ = env.reset(seed=task.seed, options={"task": task})
-        _check_threshold(env)
+        checked_threshold(env)
         return env, checked_messages(messages)
     except BaseException:
         with suppress(Exception):
@@ -269,15 +269,6 @@ def answer(env: MessageEnv, text: str) -> tuple[tuple[Message, ...], Any, bool, 
         if not isinstance(flag, bool | np.bool_):  # bool("False") would be True
             raise TypeError(f"step returned {name} of type {type(flag).__name__}, not bool")
     return checked_messages(messages), reward, bool(terminated), bool(truncated)
-
-
-def _check_threshold(env: MessageEnv) -> None:
-    threshold: Any = env.success_threshold
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
-        raise UserError(
-            f"environment {type(env).__name__}: success_threshold must be a number, got "
-            f"{shown(threshold)}"
-        )
 
 
 def checked_messages(value: Any) -> tuple[Message, ...]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import EnvConfig, PlayConfig, RolloutConfig
+from farhorizon.envs import check_env, register, registry
+from farhorizon.envs.echo import Echo
+from farhorizon.launch.fresh import expert_env
 from farhorizon.launch.play import play
 
 
@@ -54,3 +58,21 @@ def test_an_environment_that_raises_is_one_line_with_its_place(tmp_path: Path, m
     message = rf"^env: {method} of Odd failed with RuntimeError: out of red \(odd_.*, line 5\)$"
     with pytest.raises(UserError, match=message):
         play(PlayConfig(env=EnvConfig(id="odd-v0", plugins=(str(plugin),))))
+
+
+@pytest.mark.parametrize("threshold", [None, "1", True, float("nan")])
+def test_a_threshold_that_is_no_number_is_one_line(threshold: Any) -> None:
+    class Odd(Echo):
+        success_threshold = threshold
+
+    register("odd-threshold-v0", Odd)
+    config = EnvConfig(id="odd-threshold-v0")
+    message = r"^environment Odd: success_threshold must be a number, got [^\n]*$"
+    for use in (
+        lambda: check_env(Odd()),
+        lambda: expert_env(config),
+        lambda: play(PlayConfig(env=config)),
+    ):
+        with pytest.raises(UserError, match=message):
+            use()
+    registry._factories.pop("odd-threshold-v0")
