@@ -211,7 +211,8 @@ def _convert(
         merged = OmegaConf.merge(OmegaConf.structured(schema), {name: value})
         result = OmegaConf.to_container(merged, resolve=False, throw_on_missing=False)
     except (OmegaConfBaseException, TypeError):  # TypeError: an object where a list belongs
-        raise UserError(f"{key} {where}: {value!r} is not {_describe(hint)}") from None
+        way_out = f"; write {key}=[{value}]" if str in items and isinstance(value, str) else ""
+        raise UserError(f"{key} {where}: {value!r} is not {_describe(hint)}{way_out}") from None
     leaf = result[name]  # pyright: ignore[reportCallIssue, reportArgumentType, reportOptionalSubscript]
     return tuple(leaf) if get_origin(inner) is tuple else leaf
 

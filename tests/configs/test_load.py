@@ -143,7 +143,7 @@ def test_misspelt_key_is_named_with_its_neighbour(tmp_path: Path, key: str, near
         ("env.kwargs=5", r"env\.kwargs on the command line: 5 is not an object such as"),
         (
             "env.plugins=my.py",
-            r"env\.plugins .*'my\.py' is not a list of texts, such as \[\.\.\.\]",
+            r"env\.plugins .*'my\.py' is not a list of texts, .*; write env\.plugins=\[my\.py\]$",
         ),
         ("env.plugins=[[my.py]]", r"env\.plugins on the command line: \['my\.py'\] is not text"),
         ("learner.lr=[1", r"invalid YAML for learner\.lr on the command line"),
