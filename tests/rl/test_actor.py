@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from farhorizon.configs.errors import RunFailed, UserError
+from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from farhorizon.policy.checkpoint import load_checkpoint
 from farhorizon.policy.records import StageRecord
@@ -114,7 +115,7 @@ def test_text_is_learned_and_evaluated(learner: LearnerGroup) -> None:
     result = results[-1]
     assert result.metrics["lr"] == 1e-2 and result.metrics["trained_tokens"] == 47
     assert learner.evaluate_nll(text) < before
-    with pytest.raises(ValueError, match="more than one token"):
+    with pytest.raises(UserError, match="no sequence of a batch has a second token"):
         learner.update_nll([np.array([3])])
 
 
