@@ -14,7 +14,6 @@ import pytest
 import ray
 
 from farhorizon.configs.errors import RunFailed, UserError
-from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from farhorizon.policy.checkpoint import load_checkpoint
 from farhorizon.policy.records import StageRecord
