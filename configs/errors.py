@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+
+_INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+_STANDARD = sysconfig.get_path("stdlib"), "<"  # "<": modules that are frozen, code from a text
+_PACKAGE = __name__.split(".")[0]
 
 
 class UserError(ValueError):
@@ -31,10 +37,28 @@ def foreign_code(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        place = f"{Path(frame.filename).name}, line {frame.lineno}"
-        raise UserError(f"{what} failed with {text} ({place})") from error
+        place = place_of(traceback.walk_tb(error.__traceback__))
+        raise UserError(f"{what} failed with {text}{place}") from error
+
+
+def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The innermost line of the user's own code, as `` (my_envs.py, line 5)``; "" without one.
+
+    ``frames`` come with their lines, outermost first. An environment may be
+    installed: lines of packages count where there are no others.
+    """
+    own = foreign = ""
+    for frame, line in frames:
+        if str(frame.f_globals.get("__name__")).split(".")[0] == _PACKAGE:
+            continue
+        file = frame.f_code.co_filename
+        place = f" ({Path(file).name}, line {line})"
+        if file.startswith(_INSTALLED):
+            foreign = place
+        elif not file.startswith(_STANDARD):
+            own = place
+    return own or foreign
 
 
 def last_line(error: BaseException) -> str:

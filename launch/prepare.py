@@ -131,8 +131,7 @@ def _reset_failed(env: EnvConfig, fault: Fault) -> str:
     """One line about what a fresh environment of the user did."""
     if fault.kind == EnvBuildError.__name__:
         return fault.message
-    message = " ".join(fault.message.split())
-    return f"env.id {env.id}: reset failed: {fault.kind}: {message}"
+    return f"env.id {env.id}: reset failed: {fault.line}"
 
 
 def _find_resumable(config: TrainConfig, folder: Path, notes: list[str]) -> Found | None:

@@ -254,7 +254,10 @@ def _record(
     elif result.skipped and not nothing:
         display.line(f"step {run.step}: update skipped, weights stay at version {result.version}")
     if stats.errors or stale:
-        display.line(f"step {run.step}: {stats.errors} failed episodes, {stale} stale groups")
+        error = next((f"; first error: {t.error.splitlines()[0]}" for t in played if t.error), "")
+        display.line(
+            f"step {run.step}: {stats.errors} failed episodes, {stale} stale groups{error}"
+        )
     if (cut := context_line(groups, run.config.context)) is not None:
         display.line(f"step {run.step}: {cut}")
     job.recorder.metrics(

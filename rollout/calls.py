@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ..configs.errors import UserError
+from ..configs.errors import UserError, place_of
 from ..envs.base import MessageEnv, checked_threshold
 from ..envs.registry import EnvBuildError
 from ..envs.types import Message, Role, Task
@@ -24,14 +24,19 @@ _SLOW_MEAN_S = 0.002  # a kind of call with a larger mean goes to the threads,
 _SLOW_TOTAL_S = 0.1  # once that has cost this much
 _MAX_THREADS = 64
 _ROLES = get_args(Role)
+_LINE = 500  # characters of a message; the trace has all of it
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An exception as text, so that no foreign object has to be pickled or printed again."""
+    """An exception as text, so that no foreign object has to be pickled or printed again.
+
+    ``place`` is the line of the user's code, as `place_of` gives it.
+    """
 
     kind: str
     message: str
+    place: str
     trace: str
 
     @classmethod
@@ -45,10 +50,16 @@ class Fault:
             trace = "".join(traceback.format_exception(error))
         except BaseException:
             trace = "<traceback unavailable>"
-        return cls(type(error).__name__, message, trace)
+        place = place_of(traceback.walk_tb(error.__traceback__))
+        return cls(type(error).__name__, message, place, trace)
+
+    @property
+    def line(self) -> str:
+        """All of it but the trace, on one line that is not too long."""
+        return f"{self.kind}: {' '.join(self.message[:_LINE].split())}{self.place}"
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.message}\n{self.trace}"
+        return f"{self.line}\n{self.trace}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +233,7 @@ class EnvCalls:
         fault = Fault(
             "EnvTimeout",
             f"{call.kind} took more than rollout.env_timeout_s={self.timeout_s:g}",
+            place_of(reversed(list(traceback.walk_stack(frame)))) if frame is not None else "",
             "".join(traceback.format_stack(frame)) if frame is not None else "",
         )
         with self._ending:

@@ -196,6 +196,18 @@ def test_rewards_are_equal_when_the_learner_says_so(
     assert job.recorder.rows[-1]["train/groups_without_variance"] == 1 - stale
 
 
+def test_a_failed_episode_is_told_with_its_place(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = start(Pool())
+    error = "KeyError: 'no' (my_envs.py, line 5)\nTraceback"
+    failed = Trajectory("t", 0, (), (), None, False, StopReason.ERROR, 0, error)
+    result = UpdateResult({"groups": 1.0, "groups_without_variance": 1.0}, 0, skipped=True)
+    train._record(job, [Group("t", (failed,))], RolloutStats(errors=1), result, 0, 0)
+    line = "1 failed episodes, 0 stale groups; first error: KeyError: 'no' (my_envs.py, line 5)"
+    assert f"step 0: {line}" in capsys.readouterr().out.splitlines()
+
+
 def test_a_context_that_cuts_most_episodes_is_told(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -191,8 +191,11 @@ register("odd-v0", Odd)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("slow", r"^env\.id odd-v0: reset failed: EnvTimeout: reset took more than .*=0\.5$"),
-        ("quits", r"^env\.id odd-v0: reset failed: SystemExit: 3$"),
+        (
+            "slow",
+            r"^env\.id odd-v0: reset failed: EnvTimeout: reset took .*=0\.5 \(slow\.py, line 14\)$",
+        ),
+        ("quits", r"^env\.id odd-v0: reset failed: SystemExit: 3 \(quits\.py, line 16\)$"),
         ("none", r"^environment Odd: success_threshold must be a number, got None"),
         ("unclosed", ""),  # what an episode forgives is no mistake here
     ],

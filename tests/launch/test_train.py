@@ -243,7 +243,9 @@ def test_steps_with_failing_environments_train_on_the_rest(
         assert row["train/reward"] == sum(rewards) / len(rewards)
         assert (row["train/update_skipped"], row["train/version"]) == (0, step)
     strict = replace(config.rollout, max_error_fraction=0.0)
-    with pytest.raises(RunFailed, match=r"max_error_fraction=0.*RuntimeError: the sandbox is gone"):
+    with pytest.raises(
+        RunFailed, match=r"max_error_fraction=0.*RuntimeError: the sandbox is gone \(faulty_plugin"
+    ):
         train(replace(config, output=str(tmp_path / "strict"), rollout=strict))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event, get_ident
@@ -13,7 +14,7 @@ import pytest
 from farhorizon.configs.schema import RolloutConfig
 from farhorizon.envs.registry import EnvBuildError
 from farhorizon.envs.types import StopReason, Task
-from farhorizon.rollout.calls import EnvCalls, answer
+from farhorizon.rollout.calls import EnvCalls, Fault, answer
 from farhorizon.rollout.episode import run_groups
 
 from ..fakes import ScriptedEnv, ScriptedGenerator, WordChat
@@ -171,3 +172,15 @@ def test_a_constructor_that_fails_later_on_is_a_fault(calls: EnvCalls) -> None:
     calls.submit(None, "reset", build)
     ((_, outcome),) = calls.ready(wait=True)
     assert str(outcome.fault).startswith("EnvBuildError: env.id 'box' cannot be built: OSError")
+
+
+def test_a_fault_names_the_line_of_the_users_code() -> None:
+    """Not one of a library that it called, however deep that broke."""
+    line = test_a_fault_names_the_line_of_the_users_code.__code__.co_firstlineno
+    try:
+        json.loads("{")
+    except ValueError as error:
+        fault = Fault.of(error)
+    assert fault.line.startswith("JSONDecodeError: Expecting property name")
+    assert fault.line.endswith(f" (test_calls.py, line {line + 4})")
+    assert str(fault).splitlines()[:2] == [fault.line, "Traceback (most recent call last):"]
