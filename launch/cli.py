@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,17 +12,24 @@ from importlib.metadata import version
 
 from ..configs.errors import RunFailed, UnknownArgument, UserError, last_line
 
-FAILED, USER_MISTAKE, INTERRUPTED = 1, 2, 130
+FAILED, USER_MISTAKE, INTERRUPTED, UNREAD = 1, 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done as asked, 1 failed while running, 2 a mistake in the input, 130 Ctrl-C."""
+    """Exit code: 0 done as asked, 1 failed while running, 2 a mistake in the input, 130 Ctrl-C, 141
+    nobody reads what it prints (``... | head``)."""
     arguments = _parse(argv)
     try:
-        return _COMMANDS[arguments.command](arguments)
+        code = _COMMANDS[arguments.command](arguments)
+        sys.stdout.flush()  # at exit, nobody could catch it
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise
+        return UNREAD
     except Exception as error:
         # Ray wraps what an actor raised; its own text would be the whole remote traceback.
         cause = getattr(error, "cause", None) or error
@@ -43,6 +52,16 @@ def _process_ended(error: BaseException) -> bool:
         and isinstance(error, ray.RayError)
         and not isinstance(error, ray.RayTaskError)
     )
+
+
+def _output_is_closed() -> bool:
+    """Whether stdout has no reader any more; what is left of the output is dropped then."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    closed = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return closed
 
 
 def _way_out(error: Exception, arguments: argparse.Namespace) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -124,6 +126,16 @@ def test_unknown_errors_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(cli._COMMANDS, "doctor", broken)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         cli.main(["doctor"])
+
+
+@pytest.mark.parametrize("turns", [1, 2000])  # less and more than what is written at once
+def test_output_that_nobody_reads_leaves_no_trace(turns: int) -> None:
+    arguments = ["play", "echo-v0", f"env.kwargs.turns={turns}", "rollout.max_turns=2000"]
+    command = [sys.executable, "-m", "farhorizon.launch.cli", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as played:
+        assert played.stdout is not None and played.stderr is not None
+        played.stdout.close()
+        assert (played.stderr.read(), played.wait()) == (b"", 141)
 
 
 def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
