@@ -45,8 +45,8 @@ def foreign_code(what: str) -> Iterator[None]:
 def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
     """The innermost line of the user's own code, as `` (my_envs.py, line 5)``; "" without one.
 
-    ``frames`` come with their lines, outermost first. An environment may be
-    installed: lines of packages count where there are no others.
+    ``frames`` come with their lines, outermost first. An environment may be installed: lines of
+    packages count where there are no others.
     """
     own = foreign = ""
     for frame, line in frames:

@@ -177,10 +177,9 @@ def test_a_constructor_that_fails_later_on_is_a_fault(calls: EnvCalls) -> None:
 def test_a_fault_names_the_line_of_the_users_code() -> None:
     """Not one of a library that it called, however deep that broke."""
     line = test_a_fault_names_the_line_of_the_users_code.__code__.co_firstlineno
-    try:
+    with pytest.raises(ValueError) as caught:
         json.loads("{")
-    except ValueError as error:
-        fault = Fault.of(error)
+    fault = Fault.of(caught.value)
     assert fault.line.startswith("JSONDecodeError: Expecting property name")
     assert fault.line.endswith(f" (test_calls.py, line {line + 4})")
     assert str(fault).splitlines()[:2] == [fault.line, "Traceback (most recent call last):"]
