@@ -196,7 +196,9 @@ def test_steps_without_reward_variance_are_skipped_and_counted(
     (row,) = rows(config)
     assert row["train/groups_without_variance"] == row["train/groups"] == 4
     assert (row["train/update_skipped"], row["train/version"]) == (1, 0)
-    assert "step 1: no group had reward variance" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "step 1: no group had reward variance" in text
+    assert "0 of 1 steps changed the policy (groups without reward variance); warm up" in text
 
 
 FAULTY = """
