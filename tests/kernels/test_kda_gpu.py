@@ -141,3 +141,17 @@ def test_batched_rows_equal_packed_sequences() -> None:
     out, _ = chunk_kda(**batched, **FLAGS)
     packed, _ = chunk_kda(**inputs, cu_seqlens=torch.tensor([0, 128, 256]), **FLAGS)
     assert torch.equal(out.view_as(packed), packed)
+
+
+def test_small_gradients_keep_their_precision() -> None:
+    """A loss averaged over many tokens has gradients far below 1."""
+    inputs = draw(256, 4, shift=-4.0)
+    d_out = torch.randn(1, 256, 4, 128, device="cuda").bfloat16()
+    grads = []
+    for size in (1.0, 2.0**-40):
+        leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        out, _ = chunk_kda(**leaves, **FLAGS)
+        found = torch.autograd.grad(out, list(leaves.values()), d_out * size)
+        grads.append([x.double() / size for x in found])
+    for name, a, b in zip(NAMES, *grads, strict=True):
+        assert relative(b, a) < 1e-3, name
