@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ def sole_user(folder: Path) -> Iterator[None]:
     """Make ``folder`` and keep other processes out while the block runs; UserError if one is in it.
 
     The kernel frees the lock of a process that was killed. Where the file system has no locks
-    there is no protection.
+    there is no protection. A folder that was made and stayed empty is removed again.
     """
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -41,6 +42,9 @@ def sole_user(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+        if made:
+            with suppress(OSError):  # not empty, as it should be
+                folder.rmdir()
 
 
 def write_whole(path: Path, text: str) -> None:
