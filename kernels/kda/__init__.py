@@ -60,9 +60,18 @@ def chunk_kda(
             gate,
             use_beta_sigmoid_in_kernel,
         )
-        rows = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-        parameters = (A_log, dt_bias) if gate else (None, None)
-        out, final = chunk_kda_fused(*rows, *parameters, initial_state, output_final_state, options)
+        out, final = chunk_kda_fused(
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            g.flatten(0, 1),
+            beta.flatten(0, 1),
+            A_log if gate else None,
+            dt_bias if gate else None,
+            initial_state,
+            output_final_state,
+            options,
+        )
         return out.view(v.shape), final
     qw, kw, vw, gw, bw = prepare(
         q,

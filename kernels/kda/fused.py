@@ -43,7 +43,9 @@ class ChunkKda(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         *inputs, a_log, dt_bias, initial, out, written, states = saved[:11]
         prepared = Prepared(*saved[11:])

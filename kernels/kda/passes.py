@@ -7,6 +7,7 @@ the same order on every machine of a kind. On Hopper the two state passes run in
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
@@ -22,6 +23,11 @@ from .triton_scan import scan_backward_kernel, scan_kernel
 
 PREP_PRECISION = "bf16x3"  # of the products of q and k: bf16 alone costs a third in accuracy
 GRAD_PIECE, GRAD_WARPS = 64, 4
+
+
+def _launch(kernel: Any) -> Any:
+    """The kernel as what takes a grid: its own signature does not show warps and constants."""
+    return kernel
 
 
 @lru_cache
@@ -46,13 +52,15 @@ def prepare_chunks(
     count = len(table)
     wide = q.dtype == torch.float32
     work = torch.float32 if wide else torch.bfloat16
-    out = Prepared(
-        *q.new_empty(3, heads, count, size, width, dtype=work).unbind(),
-        *q.new_empty(2, heads, count, size, size, dtype=work).unbind(),
-        q.new_empty(heads, count, width, dtype=torch.float32),
-        *q.new_empty(3, heads, count, size, dtype=torch.float32).unbind(),
+    out = Prepared._make(
+        (
+            *q.new_empty(3, heads, count, size, width, dtype=work).unbind(),
+            *q.new_empty(2, heads, count, size, size, dtype=work).unbind(),
+            q.new_empty(heads, count, width, dtype=torch.float32),
+            *q.new_empty(3, heads, count, size, dtype=torch.float32).unbind(),
+        )
     )
-    prep_kernel[(count, heads)](
+    _launch(prep_kernel)[(count, heads)](
         q,
         k,
         g,
@@ -109,7 +117,7 @@ def scan(
     shape = {"K": width, "V": values, "BV": block, "C": size}
     modes = {"INITIAL": initial is not None, "FINAL": final, "SAVE": save}
     if width == values == 128 and size == 32 and is_hopper(v.device) and v.dtype == torch.bfloat16:
-        scan_hopper_kernel[grid](
+        _launch(scan_hopper_kernel)[grid](
             *shared_blocks(prepared),
             rows_of(v, size, block),
             shared(states.view(-1, width), block, width) if states is not None else None,
@@ -129,7 +137,7 @@ def scan(
             num_warps=4,
         )
         return out, last, written, states
-    scan_kernel[grid](
+    _launch(scan_kernel)[grid](
         *prepared.descriptors(),
         prepared.decay,
         prepared.beta,
@@ -174,7 +182,7 @@ def scan_backward(
     modes = {"INITIAL": initial, "FINAL": d_final is not None}
     hopper = width == values == 128 and size == 32 and is_hopper(z.device)
     if hopper and d_out.dtype == torch.bfloat16:
-        scan_backward_hopper_kernel[grid](
+        _launch(scan_backward_hopper_kernel)[grid](
             *shared_blocks(prepared),
             rows_of(d_out, size, block),
             shared(d_states.view(-1, width), block, width),
@@ -193,7 +201,7 @@ def scan_backward(
             num_warps=4,
         )
         return z, d_states, d_initial
-    scan_backward_kernel[grid](
+    _launch(scan_backward_kernel)[grid](
         *prepared.descriptors(),
         prepared.decay,
         prepared.beta,
@@ -223,7 +231,7 @@ def shared(x: torch.Tensor, rows: int, columns: int) -> SharedDescriptor:
 
 
 @lru_cache
-def layout(rows: int, columns: int) -> NVMMASharedLayout:
+def layout(rows: int, columns: int) -> Any:
     return NVMMASharedLayout.get_default_for([rows, columns], bfloat16)
 
 
@@ -268,7 +276,7 @@ def gradients(
     narrow = all(x.dtype == torch.bfloat16 for x in (q, k, v, g, d_out))
     if width == v.shape[2] == 128 and size == 32 and is_hopper(q.device) and narrow:
         u, z, states, d_states = chunk_values
-        grad_hopper_kernel[(count, heads, width // piece)](
+        _launch(grad_hopper_kernel)[(count, heads, width // piece)](
             *(rows_of(x, size, piece) for x in (q, k, g)),
             *(rows_of(x, size, x.shape[2] // 2) for x in (v, out, d_out)),
             shared(u.view(-1, u.shape[3]), size, u.shape[3]),
@@ -300,7 +308,7 @@ def gradients(
             num_warps=4,
         )
     else:
-        grad_kernel[(count, heads, width // piece)](
+        _launch(grad_kernel)[(count, heads, width // piece)](
             q,
             k,
             v,

@@ -295,16 +295,22 @@ def test_expanded_gradients_and_strided_parameters() -> None:
     assert torch.equal(outs[0], outs[1]) and torch.equal(grads[0], grads[1])
 
 
+def whole(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The function that `chunk_kda` calls, on 20 tokens."""
+    q, k, v, g, beta, a_log, dt_bias, initial = inputs
+    return fused.chunk_kda_fused(q, k, v, g, beta, a_log, dt_bias, initial, False, choose((0, 20)))
+
+
 def test_without_gradients_nothing_is_kept() -> None:
     inputs = [x.float().to(DEVICE).requires_grad_() for x in draw(20, 1)]
     with torch.no_grad():
-        out, _ = fused.chunk_kda_fused(*inputs, False, choose((0, 20)))
+        out, _ = whole(inputs)
     assert out.grad_fn is None
 
 
 def test_a_second_derivative_is_refused() -> None:
     inputs = [x.float().to(DEVICE).requires_grad_() for x in draw(20, 1)]
-    out, _ = fused.chunk_kda_fused(*inputs, False, choose((0, 20)))
+    out, _ = whole(inputs)
     (grad,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()

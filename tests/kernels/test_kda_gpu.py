@@ -73,7 +73,7 @@ def test_gate_gradient_at_the_bound() -> None:
     inputs = draw(256, 2)
     inputs["g"] = torch.full_like(inputs["g"], -5.0)
     given = {name: inputs[name] for name in ("q", "k", "v", "g", "beta")}
-    flags = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    flags: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
     narrow = {name: x.clone().requires_grad_() for name, x in given.items()}
     wide = {name: x.double().requires_grad_() for name, x in given.items()}
     out, expected = chunk_kda(**narrow, **flags)[0], naive_kda(**wide, **flags)[0]

@@ -91,7 +91,7 @@ def test_the_gradient_goes_straight_through() -> None:
     weight = torch.randn(4, 32, requires_grad=True)
     upstream = torch.randn(4, 32)
     mxfp4_rounded(weight).backward(upstream)
-    assert torch.equal(weight.grad, upstream)
+    assert weight.grad is not None and torch.equal(weight.grad, upstream)
 
 
 def test_what_is_not_finite_stays_so() -> None:

@@ -7,7 +7,7 @@ import pickle
 import random
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
@@ -349,7 +349,7 @@ def test_a_demonstration_is_masked_as_a_rollout_of_it(chat: ChatFormat) -> None:
 class Caller(Repeater):
     """Its expert calls a tool, then answers."""
 
-    success_threshold = 0.0
+    success_threshold: ClassVar[float] = 0.0
 
     def expert(self) -> str:
         said = Message("assistant", "", calls=() if self.heard else (CALL,))
@@ -369,7 +369,7 @@ def test_an_expert_may_call_tools(chat: ChatFormat) -> None:
 def test_an_action_is_text_and_survives_another_process() -> None:
     action = Action(Message("assistant", "next", calls=(CALL,)), ("fault",))
     again = pickle.loads(pickle.dumps(action))
-    assert again == "next" and (again.message, again.faults) == (action.message, ("fault",))
+    assert (again.message, again.faults) == (action.message, ("fault",)) and again == "next"
     assert said(again).calls == (CALL,)
     assert said("plain") == Message("assistant", "plain")
 

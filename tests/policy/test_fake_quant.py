@@ -30,7 +30,7 @@ def plain(folder: Path, dtype: torch.dtype | None = None) -> Policy:
     policy = load_policy(folder, dtype)
     for module in policy.modules():
         if hasattr(module, "rounded"):
-            module.rounded = False
+            setattr(module, "rounded", False)  # noqa: B010 (not a tensor, as its type would have it)
     return policy
 
 
