@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -241,15 +242,14 @@ class LearnerGroup:
             return ray.get(refs)
         except RayTaskError as error:
             self._kill()
+            if _LOST_PEER.search(str(error.cause)):  # another rank noticed before Ray did
+                raise _ended(error) from error
             if isinstance(error.cause, Exception):
                 raise error.cause from None
             raise
         except RayError as error:
             self._kill()
-            raise RunFailed(
-                "a rank of the learner ended while it worked: it was killed, or ran out of memory "
-                f"({last_line(error)})"
-            ) from error
+            raise _ended(error) from error
 
     def _kill(self) -> None:
         for actor in self.actors:
@@ -258,3 +258,14 @@ class LearnerGroup:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+# What gloo and NCCL say to a rank whose peer is gone.
+_LOST_PEER = re.compile(r"Connection (reset|closed) by peer|remote process exited")
+
+
+def _ended(error: Exception) -> RunFailed:
+    return RunFailed(
+        "a rank of the learner ended while it worked: it was killed, or ran out of memory "
+        f"({last_line(error)})"
+    )

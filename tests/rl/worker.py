@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 import warnings
@@ -330,6 +331,8 @@ def main() -> None:
         print(f"{scenario.__name__}: {time.perf_counter() - start:.1f} s")
     (FOLDER / f"{RANKS}-{RANK}.json").write_text(json.dumps(out))
     leave()
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo may outlive the group, and end the interpreter with an abort
 
 
 if __name__ == "__main__":
