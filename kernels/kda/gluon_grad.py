@@ -193,11 +193,12 @@ def grad_hopper_kernel(
     GATE: gl.constexpr,
     SIGMOID: gl.constexpr,
 ):
-    """As `triton_grad.grad_kernel`; the same grid. ``C`` 32, ``PIECE`` 64, four warps."""
+    """As `triton_grad.grad_kernel`, grid (chunks K / PIECE, H); ``C`` 32, ``PIECE`` 64, 4 warps."""
     work: gl.constexpr = gl.bfloat16
-    chunk = gl.program_id(0)
+    # The pieces of a chunk run next to each other: the second finds its tiles in the cache.
+    piece = gl.program_id(0) % (K // PIECE)
+    chunk = gl.program_id(0) // (K // PIECE)
     head = gl.program_id(1)
-    piece = gl.program_id(2)
     start = gl.load(chunk_table + 2 * chunk)
     length = gl.load(chunk_table + 2 * chunk + 1)
     space = head.to(gl.int64) * chunks + chunk
