@@ -1,8 +1,7 @@
 """The forward passes of chunked KDA on the GPU.
 
-One sequence of few heads leaves part of the GPU idle during the second pass, which walks over its
-chunks in turn. It is then cut into pieces: the first pass of a piece runs beside the second pass of
-the piece before. The state goes from piece to piece in fp32, as it does from chunk to chunk, so
+The second pass of one sequence walks over its chunks in turn and leaves part of the GPU idle. It is
+cut into pieces: the first pass of a piece runs beside the second pass of the piece before. The state goes from piece to piece in fp32, as it does from chunk to chunk, so
 that the pieces change no bit of the result.
 """
 
@@ -20,8 +19,9 @@ from .triton_prep import prep_kernel
 from .triton_scan import scan_kernel
 
 PREP_PRECISION = "bf16x3"  # of the products of q and k: bf16 alone costs a third in accuracy
+PREP_REGISTERS = 96  # five programs share an SM
 VALUE_BLOCK = 64
-PIECE_TOKENS, MOST_PIECES = 2560, 8
+PIECE_TOKENS, MOST_PIECES = 3072, 8
 # With so few registers a thread, a state pass and a first pass, or two state passes, share an SM.
 SCAN_REGISTERS = 128
 
@@ -57,7 +57,7 @@ def forward(
 
     parts = 1
     if is_hopper(v.device) and len(sequences) == 1:
-        parts = piece_count(tokens, heads * (values // min(values, VALUE_BLOCK)), v.device)
+        parts = max(1, min(MOST_PIECES, tokens // PIECE_TOKENS))
     if parts == 1:
         prepare_chunks(inputs, parameters, options, prepared, range(count))
         last = last_states(final)
@@ -75,14 +75,6 @@ def forward(
         state = last
     ahead.wait_stream(behind)
     return prepared, out, state, written, states
-
-
-def piece_count(tokens: int, programs: int, device: torch.device) -> int:
-    """Into how many pieces to cut a sequence whose state pass has so many programs."""
-    units = torch.cuda.get_device_properties(device).multi_processor_count
-    if 0.75 * units < programs <= units:
-        return 1
-    return max(1, min(MOST_PIECES, tokens // PIECE_TOKENS))
 
 
 @lru_cache
@@ -143,6 +135,7 @@ def prepare_chunks(
             ANCHOR=options.anchor,
             **modes,
             num_warps=4,
+            maxnreg=PREP_REGISTERS,
         )
         return
     wide = q.dtype == torch.float32

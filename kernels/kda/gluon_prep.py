@@ -118,6 +118,114 @@ def unit_lower_inverse(lower, C: gl.constexpr):
     return gl.where(i > j, inverse, 0.0)
 
 
+@gluon.jit
+def copy_inputs(descs, raw, gate, bar, start, columns):
+    """Start the copies of a chunk: half of the columns of k, of q, the other half of k, of q (a
+    [2 C, K] matrix as the products want it), and both halves of g."""
+    q_desc, k_desc, g_desc = descs
+    q_column, k_column, g_column = columns
+    HALF: gl.constexpr = q_desc.block_type.shape[1]
+    mbarrier.expect(bar, 6 * q_desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        at = half * HALF
+        over, under = raw.index(2 * half), raw.index(2 * half + 1)
+        tma.async_copy_global_to_shared(k_desc, [start, k_column + at], bar, over)
+        tma.async_copy_global_to_shared(q_desc, [start, q_column + at], bar, under)
+        logits = gate.index(half)
+        tma.async_copy_global_to_shared(g_desc, [start, g_column + at], bar, logits)
+
+
+@gluon.jit
+def token_strength(beta, inside, SIGMOID: gl.constexpr):
+    """Beta of the tokens at ``beta``, 0 past the sequence's end."""
+    strength = gl.load(beta, mask=inside, other=0.0).to(gl.float32)
+    if SIGMOID:
+        strength = 1.0 / (1.0 + gl.exp2(strength * -LOG2E))
+    else:  # the backward pass divides by it
+        strength = gl.where(gl.abs(strength) < 1e-18, 1e-18, strength)
+    return gl.where(inside, strength, 0.0)
+
+
+@gluon.jit
+def clear_rows(stack, length, C: gl.constexpr):
+    """Zero the rows past the sequence's end, which belong to others."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    rows = stack.load(layout)
+    place = gl.arange(0, 2 * C, layout=gl.SliceLayout(1, layout)) % C
+    stack.store(gl.where((place < length)[:, None], rows, gl.zeros_like(rows)))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def pair_products(
+    raw,
+    gate,
+    low,
+    fall_high,
+    fall_low,
+    scales,
+    dt_bias,
+    bias_place,
+    decay_out,
+    rate,
+    bound,
+    length,
+    kh_desc,
+    line,
+    ANCHOR: gl.constexpr,
+    GATE: gl.constexpr,
+):
+    """K 2^G (K 2^-G)^T over s Q 2^G (K 2^-G)^T, unmasked. Leaves the rising factors in ``raw``,
+    scaled by 2^ANCHOR, and starts the copy of Kh."""
+    work: gl.constexpr = gl.bfloat16
+    C: gl.constexpr = raw.shape[1]
+    HALF: gl.constexpr = raw.shape[2]
+    each: gl.constexpr = gl.BlockedLayout([8, 2], [1, 32], [4, 1], [1, 0])
+    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    stacked: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, HALF], work)
+    left = raw._reinterpret(work, [2, 2 * C, HALF], stacked)
+    low_left = low._reinterpret(work, [2 * C, HALF], stacked)
+    inside = (gl.arange(0, C, layout=gl.SliceLayout(1, each)) < length)[:, None]
+    k_scale = scales.slice(0, C).load(gl.SliceLayout(1, each))[:, None]
+    q_scale = scales.slice(C, C).load(gl.SliceLayout(1, each))[:, None]
+    both = gl.zeros([2 * C, C], gl.float32, thin)
+    for half in gl.static_range(2):
+        channel = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, each))
+        logits = gate.index(half)
+        logit = logits.load(each).to(gl.float32)
+        if GATE:  # shares of the bound are summed
+            bias = gl.load(dt_bias + bias_place + channel).to(gl.float32) * rate
+            step = share(logit * rate + bias[None, :])
+            unit = bound * LOG2E
+        else:
+            given = (logit <= 0) & (logit >= bound * 1.004)
+            step = gl.where(given, logit, float("nan"))
+            unit = LOG2E
+        step = gl.where(inside, step, 0.0)
+        total = gl.sum(step, 0) * unit
+        grown = gl.associative_scan(step, 0, plus)
+        gl.store(decay_out + channel, gl.exp2(total))
+        k_tile, q_tile = raw.index(2 * half), raw.index(2 * half + 1)
+        k = k_tile.load(each).to(gl.float32) * k_scale
+        q = q_tile.load(each).to(gl.float32) * q_scale
+        k_fall = k * gl.exp2(grown * -unit - ANCHOR)
+        rise = gl.exp2(grown * unit + ANCHOR)
+        logits.store((k_fall * gl.exp2(total + ANCHOR)[None, :]).to(work))
+        store_split(k_fall, fall_high, fall_low)
+        store_split(k * rise, k_tile, low.index(0))
+        store_split(q * rise, q_tile, low.index(1))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(kh_desc, [line, half * HALF], logits)
+        high, columns = left.index(half), fall_high.permute((1, 0))
+        both = warpgroup_mma(low_left, columns, both, is_async=True)
+        both = warpgroup_mma(high, fall_low.permute((1, 0)), both, is_async=True)
+        both = warpgroup_mma(high, columns, both, is_async=True)
+        both = warpgroup_mma_wait(0, deps=[both])
+    return both
+
+
 @gluon.jit(do_not_specialize=["first"])
 def prep_hopper_kernel(
     q_desc,
@@ -155,121 +263,73 @@ def prep_hopper_kernel(
     """As `triton_prep.prep_kernel`; the same grid. ``C`` 32, ``K`` 128, four warps."""
     work: gl.constexpr = gl.bfloat16
     HALF: gl.constexpr = K // 2
+    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    rows: gl.constexpr = gl.SliceLayout(1, thin)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    stacked: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, K], work)
+    pair: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], work)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     chunk = first + gl.program_id(0)
     head = gl.program_id(1)
     start = gl.load(chunk_table + 2 * chunk)
     length = gl.load(chunk_table + 2 * chunk + 1)
-    space = head.to(gl.int64) * chunks + chunk
-    line = (head * chunks + chunk) * C
-
-    each: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [2, 2], [1, 0])
-    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    stacked: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, K], work)
-    single: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], work)
-    pair: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], work)
-    # Half of the columns of k, of q, the other half of k, of q: a [2 C, K] matrix as the products
-    # want it.
     raw = gl.allocate_shared_memory(work, [4, C, HALF], q_desc.layout)
-    stack = raw._reinterpret(work, [2 * C, K], stacked)
     gate = gl.allocate_shared_memory(work, [2, C, HALF], g_desc.layout)
-    gate_rows = gate._reinterpret(work, [C, K], single)
-    low = gl.allocate_shared_memory(work, [2 * C, K], stacked)
-    fall_high = gl.allocate_shared_memory(work, [C, K], single)
-    fall_low = gl.allocate_shared_memory(work, [C, K], single)
-    pairs = gl.allocate_shared_memory(work, [2, C, C], pair)
+    low = gl.allocate_shared_memory(work, [2, C, HALF], q_desc.layout)
+    fall_high = gl.allocate_shared_memory(work, [C, HALF], q_desc.layout)
+    fall_low = gl.allocate_shared_memory(work, [C, HALF], q_desc.layout)
     scales = gl.allocate_shared_memory(gl.float32, [2 * C], plain)
+    stack = raw._reinterpret(work, [2 * C, K], stacked)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     fence_async_shared()
     gl.thread_barrier()
-    mbarrier.expect(bar, 3 * C * K * 2)
-    for half in gl.static_range(2):
-        at = half * HALF
-        tma.async_copy_global_to_shared(k_desc, [start, head * k_h + at], bar, raw.index(2 * half))
-        tma.async_copy_global_to_shared(
-            q_desc, [start, head * q_h + at], bar, raw.index(2 * half + 1)
-        )
-        tma.async_copy_global_to_shared(g_desc, [start, head * g_h + at], bar, gate.index(half))
-
-    row = gl.arange(0, C, layout=gl.SliceLayout(1, each))
-    channel = gl.arange(0, K, layout=gl.SliceLayout(0, each))
-    inside = (row < length)[:, None]
+    columns = (head * q_h, head * k_h, head * g_h)
+    copy_inputs((q_desc, k_desc, g_desc), raw, gate, bar, start, columns)
+    space = head.to(gl.int64) * chunks + chunk
+    line = (head * chunks + chunk) * C
     rate = 0.0
-    bias = gl.zeros([K], gl.float32, gl.SliceLayout(0, each))
     if GATE:
         rate = gl.exp(gl.load(a_log + head).to(gl.float32)) * -LOG2E
-        bias = gl.load(dt_bias + head * K + channel).to(gl.float32) * rate
-    stack_row = gl.arange(0, 2 * C, layout=gl.SliceLayout(1, thin))
+    stack_row = gl.arange(0, 2 * C, layout=rows)
     token = stack_row % C
-    strength = gl.load(
-        beta + (start + token).to(gl.int64) * beta_t + head.to(gl.int64) * beta_h,
-        mask=token < length,
-        other=0.0,
-    ).to(gl.float32)
-    if SIGMOID:
-        strength = 1.0 / (1.0 + gl.exp2(strength * -LOG2E))
-    else:  # the backward pass divides by it
-        strength = gl.where(gl.abs(strength) < 1e-18, 1e-18, strength)
-    strength = gl.where(token < length, strength, 0.0)
-    gl.store(beta_out + space * C + token, strength, mask=stack_row < C)
-
     mbarrier.wait(bar, 0)
-    if length < C:  # what lies past the sequence's end belongs to others
-        lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        rows = stack.load(lines)
-        place = gl.arange(0, 2 * C, layout=gl.SliceLayout(1, lines)) % C
-        stack.store(gl.where((place < length)[:, None], rows, gl.zeros_like(rows)))
-        fence_async_shared()
-        gl.thread_barrier()
-    norm, factor = row_scales(stack, scale, C, NORM, gl.SliceLayout(1, thin))
+    if length < C:
+        clear_rows(stack, length, C)
+    norm, factor = row_scales(stack, scale, C, NORM, rows)
     gl.store(k_norm + space * C + token, norm, mask=stack_row < C)
     gl.store(q_norm + space * C + token, norm, mask=stack_row >= C)
     scales.store(factor)
-    logit = gate_rows.load(each).to(gl.float32)
-    if GATE:  # shares of the bound are summed
-        step = share(logit * rate + bias[None, :])
-        unit = bound * LOG2E
-    else:
-        given = (logit <= 0) & (logit >= bound * 1.004)
-        step = gl.where(given, logit, float("nan"))
-        unit = LOG2E
-    step = gl.where(inside, step, 0.0)
-    total = gl.sum(step, 0) * unit
-    grown = gl.associative_scan(step, 0, plus)
-    rise = gl.exp2(grown * unit + ANCHOR)
-    fall = gl.exp2(grown * -unit - ANCHOR)
-    k_scale = scales.slice(0, C).load(gl.SliceLayout(1, each))
-    q_scale = scales.slice(C, C).load(gl.SliceLayout(1, each))
-    k = stack.slice(0, C).load(each).to(gl.float32) * k_scale[:, None]
-    q = stack.slice(C, C).load(each).to(gl.float32) * q_scale[:, None]
-    k_fall = k * fall
-    gl.store(decay_out + space * K + channel, gl.exp2(total))
-    gate_rows.store((k_fall * gl.exp2(total + ANCHOR)[None, :]).to(work))
-    store_split(k_fall, fall_high, fall_low)
-    store_split(k * rise, stack.slice(0, C), low.slice(0, C))
-    store_split(q * rise, stack.slice(C, C), low.slice(C, C))
-    fence_async_shared()
-    gl.thread_barrier()
-    zero = gl.zeros([2 * C, C], gl.float32, thin)
-    both = warpgroup_mma(low, fall_high.permute((1, 0)), zero, is_async=True)
-    both = warpgroup_mma(stack, fall_low.permute((1, 0)), both, is_async=True)
-    both = warpgroup_mma(stack, fall_high.permute((1, 0)), both, is_async=True)
-    for half in gl.static_range(2):
-        tma.async_copy_shared_to_global(kh_desc, [line, half * HALF], gate.index(half))
-    both = warpgroup_mma_wait(0, deps=[both])
-
+    both = pair_products(
+        raw,
+        gate,
+        low,
+        fall_high,
+        fall_low,
+        scales,
+        dt_bias,
+        head * K,
+        decay_out + space * K,
+        rate,
+        bound,
+        length,
+        kh_desc,
+        line,
+        ANCHOR,
+        GATE,
+    )
+    place = (start + token).to(gl.int64) * beta_t + head.to(gl.int64) * beta_h
+    strength = token_strength(beta + place, token < length, SIGMOID)
+    gl.store(beta_out + space * C + token, strength, mask=stack_row < C)
     column = gl.arange(0, C, layout=gl.SliceLayout(0, thin))[None, :]
-    is_key = (stack_row < C)[:, None]
-    kept = gl.where(is_key, column < token[:, None], column <= token[:, None])
+    kept = column < (token + gl.where(stack_row < C, 0, 1))[:, None]
     both = gl.where(kept, both, 0.0)
-    lower_pairs = gl.allocate_shared_memory(gl.float16, [2 * C, C], pair)
-    lower_pairs.store((both * strength[:, None]).to(gl.float16))
+    lower = low._reinterpret(gl.float16, [2, 2 * C, C], pair).index(0)
+    lower.store((both * strength[:, None]).to(gl.float16))
+    pairs = fall_low._reinterpret(work, [2, C, C], pair)
     pairs._reinterpret(work, [2 * C, C], pair).store(both.to(work))
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     scale_in_place(stack, 2.0**-ANCHOR, wide)
-    inverse = unit_lower_inverse(lower_pairs.slice(0, C), C)
-    pairs.index(0).store(inverse.to(work))
+    pairs.index(0).store(unit_lower_inverse(lower.slice(0, C), C).to(work))
     fence_async_shared()
     gl.thread_barrier()
     for half in gl.static_range(2):
@@ -279,3 +339,4 @@ def prep_hopper_kernel(
     tma.async_copy_shared_to_global(inv_desc, [line, 0], pairs.index(0))
     tma.async_copy_shared_to_global(att_desc, [line, 0], pairs.index(1))
     tma.store_wait(0)
+    gate._keep_alive()  # its copy may still read it while the inverse wants memory
