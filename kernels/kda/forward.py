@@ -1,8 +1,9 @@
 """The forward passes of chunked KDA on the GPU.
 
 The second pass of one sequence walks over its chunks in turn and leaves part of the GPU idle. It is
-cut into pieces: the first pass of a piece runs beside the second pass of the piece before. The state goes from piece to piece in fp32, as it does from chunk to chunk, so
-that the pieces change no bit of the result.
+cut into pieces: the first pass of a piece runs beside the second pass of the piece before. The
+state goes from piece to piece in fp32, as it does from chunk to chunk, so that the pieces change no
+bit of the result.
 """
 
 from __future__ import annotations
