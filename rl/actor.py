@@ -130,7 +130,7 @@ class LearnerGroup:
     def ready(self) -> None:
         """Wait until every rank has built its part; any other call waits as well.
 
-        Construction returns at once, so that other actors can start at the same time.
+        Construction returns at once, so that the rollout actors can start at the same time.
         """
         starting, self._starting = self._starting, []
         self._results(starting)
