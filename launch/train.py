@@ -92,10 +92,6 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
     """Start the processes and give the rollout side the learner's weights, proven equal."""
     config = run.config
     with display.phase("start"):
-        pool = RolloutPool(
-            str(run.checkpoint), config.env, config.rollout, config.context, config.seed
-        )
-        stack.callback(pool.close)
         learner = LearnerGroup(
             str(run.checkpoint),
             config.learner,
@@ -105,6 +101,10 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
             config.rollout.temperature,
         )
         stack.callback(learner.close)
+        pool = RolloutPool(
+            str(run.checkpoint), config.env, config.rollout, config.context, config.seed
+        )
+        stack.callback(pool.close)
         if run.resumed is not None:
             learner.load(run.resumed.folder / "state")
             display.line(f"resumed {run.resumed.folder}: {run.step} of {config.steps} steps done")
