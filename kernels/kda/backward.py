@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from .descriptors import is_hopper, launch, rows_of, shared, shared_blocks
-from .forward import SCAN_REGISTERS
+from .forward import SCAN_REGISTERS, VALUE_BLOCK
 from .gluon_grad import grad_hopper_kernel
 from .gluon_scan_backward import scan_backward_hopper_kernel
+from .segments import segments
 from .tables import Options, Prepared, tables
 from .triton_grad import grad_kernel
 from .triton_scan import scan_backward_kernel
@@ -20,41 +21,78 @@ def scan_backward(
     d_out: torch.Tensor,
     d_final: torch.Tensor | None,
     initial: bool,
+    maps: torch.Tensor | None,
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Third pass: Z, the state gradients leaving each chunk, and that of the initial state."""
     heads, count, size, width = prepared.kt.shape
     values = d_out.shape[2]
-    order = tables(options.bounds, size, d_out.device).sequences
     work = prepared.kt
-    z = work.new_empty(heads, count, size, values)
-    d_states = work.new_empty(heads, count, values, width)
-    edge = (len(order), heads, width, values)
-    d_initial = work.new_empty(edge, dtype=torch.float32) if initial else None
-    block = min(values, 64)
-    grid = (len(order) * heads, values // block)
-    shape = {"K": width, "V": values, "BV": block, "C": size}
-    modes = {"INITIAL": initial, "FINAL": d_final is not None}
-    hopper = width == values == 128 and size == 32 and is_hopper(z.device)
+    kept = (
+        work.new_empty(heads, count, size, values),
+        work.new_empty(heads, count, values, width),
+    )
+
+    def edges(rows: int) -> torch.Tensor:
+        return work.new_empty(rows, heads, width, values, dtype=torch.float32)
+
+    cut = segments(options.bounds, heads, size, d_out.device)
+    if cut is None or maps is None:
+        order = tables(options.bounds, size, d_out.device).sequences
+        d_initial = edges(len(order)) if initial else None
+        scan_back(prepared, d_out, kept, order, d_final, d_initial)
+    else:
+        driven, starts = edges(len(maps)).zero_(), edges(len(maps))
+        scan_back(prepared, d_out, None, cut.split, None, driven)
+        leaving = cut.leaving(maps, driven, d_final)
+        scan_back(prepared, d_out, kept, cut.sequences, leaving, starts)
+        d_initial = starts[[line[0] for line in cut.lines]] if initial else None
+    return *kept, d_initial
+
+
+def scan_back(
+    prepared: Prepared,
+    d_out: torch.Tensor,
+    kept: tuple[torch.Tensor, torch.Tensor] | None,
+    sequences: torch.Tensor,
+    d_final: torch.Tensor | None,
+    d_initial: torch.Tensor | None,
+) -> None:
+    """Backward state pass over ``sequences`` [N, 4], into ``kept`` (Z and the state gradients
+    leaving chunks) and ``d_initial``."""
+    z, d_states = kept or (None, None)
+    heads, count, size, width = prepared.kt.shape
+    values = d_out.shape[2]
+    block = min(values, VALUE_BLOCK)
+    grid = (len(sequences) * heads, values // block)
+    constants = {
+        "K": width,
+        "V": values,
+        "BV": block,
+        "C": size,
+        "INITIAL": d_initial is not None,
+        "FINAL": d_final is not None,
+        "OUT": z is not None,
+    }
+    hopper = width == values == 128 and size == 32 and is_hopper(d_out.device)
     if hopper and d_out.dtype == torch.bfloat16:
-        launch(scan_backward_hopper_kernel)[grid](
+        launch(scan_backward_hopper_kernel)[(grid[0] * grid[1],)](
             *shared_blocks(prepared),
             rows_of(d_out, size, block),
-            shared(d_states.view(-1, width), block, width),
+            shared(d_states.view(-1, width), block, width) if d_states is not None else None,
             d_initial,
             d_final,
             z,
-            order,
+            sequences,
             count,
             heads,
             d_out.stride(1),
-            **shape,
-            **modes,
+            **constants,
             STAGES=3,
             num_warps=4,
             maxnreg=SCAN_REGISTERS,
         )
-        return z, d_states, d_initial
+        return
     launch(scan_backward_kernel)[grid](
         *prepared.descriptors(),
         prepared.decay,
@@ -64,17 +102,15 @@ def scan_backward(
         d_final,
         z,
         d_states,
-        order,
+        sequences,
         count,
         heads,
         d_out.stride(0),
         d_out.stride(1),
-        **shape,
-        **modes,
+        **constants,
         num_warps=4,
         num_stages=3,
     )
-    return z, d_states, d_initial
 
 
 def gradients(

@@ -9,12 +9,14 @@ bit of the result.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from .descriptors import is_hopper, launch, rows_of, shared, shared_blocks
 from .gluon_prep import prep_hopper_kernel
 from .gluon_scan import scan_hopper_kernel
+from .segments import segments
 from .tables import Options, Prepared, pieces, tables
 from .triton_prep import prep_kernel
 from .triton_scan import scan_kernel
@@ -29,6 +31,18 @@ SCAN_REGISTERS = 128
 Tensor = torch.Tensor
 
 
+class Results(NamedTuple):
+    """What the forward passes leave: outputs, final states [N, H, K, V], and for the backward
+    passes U, the states entering chunks, and the maps of `segments`."""
+
+    prepared: Prepared
+    out: Tensor
+    last: Tensor | None
+    written: Tensor | None
+    states: Tensor | None
+    maps: Tensor | None
+
+
 def forward(
     inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     parameters: tuple[Tensor | None, Tensor | None],
@@ -36,11 +50,8 @@ def forward(
     final: bool,
     save: bool,
     options: Options,
-) -> tuple[Prepared, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """What the first pass wrote, outputs, final states, and with ``save`` U and chunk states.
-
-    ``inputs`` are ``q, k, v, g, beta``, ``parameters`` A_log and dt_bias.
-    """
+) -> Results:
+    """Both passes; ``inputs`` are ``q, k, v, g, beta``, ``parameters`` A_log and dt_bias."""
     q, _, v, _, _ = inputs
     prepared = workspace(q, options)
     heads, count, size, width = prepared.kt.shape
@@ -49,33 +60,57 @@ def forward(
     out = v.new_empty(tokens, heads, values)
     written = work.new_empty(heads, count, size, values) if save else None
     states = work.new_empty(heads, count, values, width) if save else None
+    kept = (out, written, states)
     sequences = tables(options.bounds, size, v.device).sequences
-    edge = (len(sequences), heads, width, values)
-    results = (out, written, states)
 
-    def last_states(wanted: bool) -> Tensor | None:
-        return work.new_empty(edge, dtype=torch.float32) if wanted else None
+    def edges(rows: int, columns: int = values) -> Tensor:
+        return work.new_empty(rows, heads, width, columns, dtype=torch.float32)
 
-    parts = 1
-    if is_hopper(v.device) and len(sequences) == 1:
-        parts = max(1, min(MOST_PIECES, tokens // PIECE_TOKENS))
-    if parts == 1:
+    cut = segments(options.bounds, heads, size, v.device)
+    maps = None
+    if cut is not None:
         prepare_chunks(inputs, parameters, options, prepared, range(count))
-        last = last_states(final)
-        scan(prepared, v, results, sequences, initial, last)
-        return prepared, out, last, written, states
+        rows = len(cut.sequences)
+        maps, driven = edges(rows, width), edges(rows).zero_()
+        identity = torch.eye(width, device=v.device).expand_as(maps).contiguous()
+        scan(prepared, v, None, cut.split, identity, maps, driven=False)
+        scan(prepared, v, None, cut.split, None, driven)
+        ends = edges(rows)
+        scan(prepared, v, kept, cut.sequences, cut.entering(maps, driven, initial), ends)
+        last = ends[[line[-1] for line in cut.lines]] if final else None
+    elif is_hopper(v.device) and len(sequences) == 1 and tokens >= 2 * PIECE_TOKENS:
+        last = edges(1) if final else None
+        overlapped(inputs, parameters, options, prepared, kept, initial, last)
+    else:
+        prepare_chunks(inputs, parameters, options, prepared, range(count))
+        last = edges(len(sequences)) if final else None
+        scan(prepared, v, kept, sequences, initial, last)
+    return Results(prepared, out, last, written, states, maps if save else None)
+
+
+def overlapped(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    parameters: tuple[Tensor | None, Tensor | None],
+    options: Options,
+    prepared: Prepared,
+    kept: tuple[Tensor, Tensor | None, Tensor | None],
+    initial: Tensor | None,
+    last: Tensor | None,
+) -> None:
+    """Both passes over the only sequence, piece by piece on two streams."""
+    v = inputs[2]
+    heads, _, size, width = prepared.kt.shape
+    parts = min(MOST_PIECES, len(v) // PIECE_TOKENS)
     ahead, behind = torch.cuda.current_stream(v.device), side_stream(v.device)
     cuts = pieces(options.bounds, size, parts, v.device)
-    state = initial
-    for cut in cuts:
+    carried = v.new_empty(parts - 1, 1, heads, width, v.shape[2], dtype=torch.float32)
+    edges = [initial, *carried, last]
+    for part, cut in enumerate(cuts):
         prepare_chunks(inputs, parameters, options, prepared, cut.chunks)
         behind.wait_stream(ahead)
-        last = last_states(final or cut is not cuts[-1])
         with torch.cuda.stream(behind):
-            scan(prepared, v, results, cut.sequences, state, last)
-        state = last
+            scan(prepared, v, kept, cut.sequences, edges[part], edges[part + 1])
     ahead.wait_stream(behind)
-    return prepared, out, state, written, states
 
 
 @lru_cache
@@ -175,23 +210,34 @@ def prepare_chunks(
 def scan(
     prepared: Prepared,
     v: Tensor,
-    results: tuple[Tensor, Tensor | None, Tensor | None],
+    kept: tuple[Tensor, Tensor | None, Tensor | None] | None,
     sequences: Tensor,
     initial: Tensor | None,
     last: Tensor | None,
+    *,
+    driven: bool = True,
 ) -> None:
-    """Second pass over ``sequences`` [N, 4]: ``results`` are outputs, U and the states entering
-    chunks, the last two only where they are kept; ``last`` takes the final states."""
-    out, written, states = results
+    """Second pass over ``sequences`` [N, 4], into ``kept`` (outputs; where they are wanted, U and
+    the states entering chunks) and ``last`` (final states). Without ``driven`` all values are 0, and
+    the state has as many of them as ``last``."""
+    out, written, states = kept or (None, None, None)
     heads, count, size, width = prepared.kt.shape
-    values = v.shape[2]
+    values = v.shape[2] if driven or last is None else last.shape[3]
     block = min(values, VALUE_BLOCK)
     grid = (len(sequences) * heads, values // block)
-    shape = {"K": width, "V": values, "BV": block, "C": size}
-    save = states is not None
-    modes = {"INITIAL": initial is not None, "FINAL": last is not None, "SAVE": save}
+    constants = {
+        "K": width,
+        "V": values,
+        "BV": block,
+        "C": size,
+        "INITIAL": initial is not None,
+        "FINAL": last is not None,
+        "SAVE": states is not None,
+        "DRIVEN": driven,
+        "OUT": out is not None,
+    }
     if width == values == 128 and size == 32 and is_hopper(v.device) and v.dtype == torch.bfloat16:
-        launch(scan_hopper_kernel)[grid](
+        launch(scan_hopper_kernel)[(grid[0] * grid[1],)](
             *shared_blocks(prepared),
             rows_of(v, size, block),
             shared(states.view(-1, width), block, width) if states is not None else None,
@@ -203,8 +249,7 @@ def scan(
             count,
             heads,
             v.stride(1),
-            **shape,
-            **modes,
+            **constants,
             STAGES=3,
             num_warps=4,
             maxnreg=SCAN_REGISTERS,
@@ -225,8 +270,7 @@ def scan(
         heads,
         v.stride(0),
         v.stride(1),
-        **shape,
-        **modes,
+        **constants,
         num_warps=4,
         num_stages=3,
     )

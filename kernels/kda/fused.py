@@ -34,14 +34,14 @@ class ChunkKda(torch.autograd.Function):
         options: Options,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         with on_device_of(v):
-            prepared, out, last, written, states = run_forward(
-                (q, k, v, g, beta), (a_log, dt_bias), initial, final, save, options
-            )
+            done = run_forward((q, k, v, g, beta), (a_log, dt_bias), initial, final, save, options)
         if save:
             inputs = (q, k, v, g, beta, a_log, dt_bias, initial)
-            ctx.save_for_backward(*inputs, out, written, states, *prepared)
+            ctx.save_for_backward(
+                *inputs, done.out, done.written, done.states, done.maps, *done.prepared
+            )
             ctx.options = options
-        return out, last
+        return done.out, done.last
 
     @staticmethod
     @once_differentiable
@@ -49,15 +49,15 @@ class ChunkKda(torch.autograd.Function):
         ctx: Any, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
-        *inputs, a_log, dt_bias, initial, out, written, states = saved[:11]
-        prepared = Prepared(*saved[11:])
+        *inputs, a_log, dt_bias, initial, out, written, states, maps = saved[:12]
+        prepared = Prepared(*saved[12:])
         d_out, d_final = grads
         assert d_out is not None  # autograd fills in zeros
         d_out = rows_aligned(d_out)
         d_final = None if d_final is None else d_final.contiguous()
         with on_device_of(out):
             z, d_states, d_initial = scan_backward(
-                prepared, d_out, d_final, initial is not None, ctx.options
+                prepared, d_out, d_final, initial is not None, maps, ctx.options
             )
             found = gradients(
                 prepared,

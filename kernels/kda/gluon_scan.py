@@ -108,6 +108,8 @@ def run_chunks(
     INITIAL: gl.constexpr,
     FINAL: gl.constexpr,
     SAVE: gl.constexpr,
+    DRIVEN: gl.constexpr,
+    OUT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """The chain over one sequence's chunks for ``BV`` value columns."""
@@ -119,7 +121,8 @@ def run_chunks(
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BV, BV // 8], [4, 1], [1, 0])
     work: gl.constexpr = kt.dtype
     swap: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], work)
-    turned = gl.allocate_shared_memory(work, [C, BV], swap)
+    if OUT:
+        turned = gl.allocate_shared_memory(work, [C, BV], swap)
     if SAVE:
         u_turned = gl.allocate_shared_memory(work, [C, BV], swap)
         h_tile = gl.allocate_shared_memory(work, [BV, K], h_desc.layout)
@@ -142,11 +145,16 @@ def run_chunks(
         seen = warpgroup_mma(
             thin_state, kt.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
         )
-        o = warpgroup_mma(
-            thin_state, qt.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
-        )
-        v_turned = v.index(stage).permute((1, 0)).load(thin).to(gl.float32)
-        seen = warpgroup_mma_wait(1, deps=[seen])
+        v_turned = none
+        if DRIVEN:
+            v_turned = v.index(stage).permute((1, 0)).load(thin).to(gl.float32)
+        if OUT:
+            o = warpgroup_mma(
+                thin_state, qt.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
+            )
+            seen = warpgroup_mma_wait(1, deps=[seen])
+        else:
+            seen = warpgroup_mma_wait(0, deps=[seen])
         x = (v_turned - seen) * beta.index(stage).load(thin)
         x = gl.where((i * C + token < length)[None, :], x, 0.0)
         u = warpgroup_mma(
@@ -161,24 +169,29 @@ def run_chunks(
             fence_async_shared()
             tma.async_copy_shared_to_global(h_desc, [h_row + i * V, 0], h_tile)
         state = state * decay.index(stage).load(wide)
-        u, o = warpgroup_mma_wait(0, deps=[u, o])
+        if OUT:
+            u, o = warpgroup_mma_wait(0, deps=[u, o])
+        else:
+            u = warpgroup_mma_wait(0, deps=[u])
         written = u.to(work)
         u_left = gl.convert_layout(written, thin_left)
-        o = warpgroup_mma(u_left, att.index(stage).permute((1, 0)), o, is_async=True)
+        if OUT:
+            o = warpgroup_mma(u_left, att.index(stage).permute((1, 0)), o, is_async=True)
         u_wide = gl.convert_layout(u_left, wide_left)
         state = warpgroup_mma(u_wide, kh.index(stage), state, is_async=True)
         if SAVE:
             u_turned.permute((1, 0)).store(written)
             u_place = (i * C + out_row).to(gl.int64)[:, None] * V + out_column[None, :]
             gl.store(u_out + u_place, u_turned.load(rows))
-        o = warpgroup_mma_wait(1, deps=[o])
-        turned.permute((1, 0)).store(o.to(work))
-        o_place = (i * C + out_row).to(gl.int64)[:, None] * stride + out_column[None, :]
-        gl.store(
-            out + o_place,
-            turned.load(rows).to(out.dtype.element_ty),
-            mask=(i * C + out_row < length)[:, None],
-        )
+        if OUT:
+            o = warpgroup_mma_wait(1, deps=[o])
+            turned.permute((1, 0)).store(o.to(work))
+            o_place = (i * C + out_row).to(gl.int64)[:, None] * stride + out_column[None, :]
+            gl.store(
+                out + o_place,
+                turned.load(rows).to(out.dtype.element_ty),
+                mask=(i * C + out_row < length)[:, None],
+            )
         state = warpgroup_mma_wait(0, deps=[state])
         mbarrier.arrive(free.index(stage), count=1)
     if FINAL:
@@ -213,12 +226,15 @@ def scan_hopper_kernel(
     INITIAL: gl.constexpr,
     FINAL: gl.constexpr,
     SAVE: gl.constexpr,
+    DRIVEN: gl.constexpr,
+    OUT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As `triton_scan.scan_kernel`; the same grid."""
-    head = gl.program_id(0) % heads
-    sequence = gl.program_id(0) // heads
-    column = gl.program_id(1) * BV
+    """As `triton_scan.scan_kernel`, grid (N H V / BV)."""
+    # The blocks of a head run next to each other: one finds in the cache what the other has read.
+    column = gl.program_id(0) % (V // BV) * BV
+    head = gl.program_id(0) // (V // BV) % heads
+    sequence = gl.program_id(0) // (V // BV * heads)
     number = gl.load(sequence_table + 4 * sequence).to(gl.int64)
     first = gl.load(sequence_table + 4 * sequence + 1)
     start = gl.load(sequence_table + 4 * sequence + 2)
@@ -229,7 +245,8 @@ def scan_hopper_kernel(
     descs = (kt_desc, qt_desc, kh_desc, inv_desc, att_desc, decay_desc, beta_desc, v_desc)
     buffers, ready, free = open_stages(descs, STAGES)
     edge = (number * heads + head) * K * V + column
-    out += (start.to(gl.int64) * heads + head) * V
+    if OUT:
+        out += (start.to(gl.int64) * heads + head) * V
     if SAVE:
         u_out += space * C * V
     gl.warp_specialize(
@@ -258,6 +275,8 @@ def scan_hopper_kernel(
                     INITIAL,
                     FINAL,
                     SAVE,
+                    DRIVEN,
+                    OUT,
                     STAGES,
                 ),
             ),

@@ -35,6 +35,7 @@ def run_chunks_backward(
     C: gl.constexpr,
     INITIAL: gl.constexpr,
     FINAL: gl.constexpr,
+    OUT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """The chain over one sequence's chunks, last first, for ``BV`` value columns."""
@@ -46,8 +47,9 @@ def run_chunks_backward(
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BV, BV // 8], [4, 1], [1, 0])
     work: gl.constexpr = kt.dtype
     swap: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], work)
-    turned = gl.allocate_shared_memory(work, [C, BV], swap)
-    tile = gl.allocate_shared_memory(work, [BV, K], dh_desc.layout)
+    if OUT:
+        turned = gl.allocate_shared_memory(work, [C, BV], swap)
+        tile = gl.allocate_shared_memory(work, [BV, K], dh_desc.layout)
     token = gl.arange(0, C, layout=gl.SliceLayout(0, thin))
     channel = gl.arange(0, K, layout=gl.SliceLayout(0, wide))
     value = gl.arange(0, BV, layout=gl.SliceLayout(1, wide))
@@ -70,10 +72,11 @@ def run_chunks_backward(
         do_turned = gl.where(inside, do_turned, gl.zeros_like(do_turned))
         do_left = gl.convert_layout(do_turned, thin_left)
         du = warpgroup_mma(do_left, att.index(stage), du, is_async=True)
-        tma.store_wait(0)
-        tile.store(leaving)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(dh_desc, [h_row + chunk * V, 0], tile)
+        if OUT:
+            tma.store_wait(0)
+            tile.store(leaving)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(dh_desc, [h_row + chunk * V, 0], tile)
         d_state = d_state * decay.index(stage).load(wide)
         d_state = warpgroup_mma(
             gl.convert_layout(do_left, wide_left), qt.index(stage), d_state, is_async=True
@@ -87,14 +90,16 @@ def run_chunks_backward(
         d_state = warpgroup_mma(
             gl.convert_layout(written, wide_left), kt.index(stage), d_state, is_async=True
         )
-        turned.permute((1, 0)).store(z.to(work))
-        z_place = (chunk * C + out_row).to(gl.int64)[:, None] * V + out_column[None, :]
-        gl.store(z_out + z_place, turned.load(rows))
+        if OUT:
+            turned.permute((1, 0)).store(z.to(work))
+            z_place = (chunk * C + out_row).to(gl.int64)[:, None] * V + out_column[None, :]
+            gl.store(z_out + z_place, turned.load(rows))
         d_state = warpgroup_mma_wait(0, deps=[d_state])
         mbarrier.arrive(free.index(stage), count=1)
     if INITIAL:
         gl.store(d_initial + place, d_state)
-    tma.store_wait(0)
+    if OUT:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -121,12 +126,14 @@ def scan_backward_hopper_kernel(
     C: gl.constexpr,
     INITIAL: gl.constexpr,
     FINAL: gl.constexpr,
+    OUT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As `triton_scan.scan_backward_kernel`; the same grid."""
-    head = gl.program_id(0) % heads
-    sequence = gl.program_id(0) // heads
-    column = gl.program_id(1) * BV
+    """As `triton_scan.scan_backward_kernel`, grid (N H V / BV)."""
+    # The blocks of a head run next to each other: one finds in the cache what the other has read.
+    column = gl.program_id(0) % (V // BV) * BV
+    head = gl.program_id(0) // (V // BV) % heads
+    sequence = gl.program_id(0) // (V // BV * heads)
     number = gl.load(sequence_table + 4 * sequence).to(gl.int64)
     first = gl.load(sequence_table + 4 * sequence + 1)
     start = gl.load(sequence_table + 4 * sequence + 2)
@@ -135,6 +142,8 @@ def scan_backward_hopper_kernel(
     space = head.to(gl.int64) * chunks + gl.minimum(first, chunks - 1)
     descs = (kt_desc, qt_desc, kh_desc, inv_desc, att_desc, decay_desc, beta_desc, do_desc)
     buffers, ready, free = open_stages(descs, STAGES)
+    if OUT:
+        z_out += space * C * V
     edge = (number * heads + head) * K * V + column
     gl.warp_specialize(
         [
@@ -146,7 +155,7 @@ def scan_backward_hopper_kernel(
                     free,
                     d_initial,
                     d_final,
-                    z_out + space * C * V,
+                    z_out,
                     dh_desc,
                     (head * chunks + first) * V + column,
                     length,
@@ -159,6 +168,7 @@ def scan_backward_hopper_kernel(
                     C,
                     INITIAL,
                     FINAL,
+                    OUT,
                     STAGES,
                 ),
             ),

@@ -40,10 +40,13 @@ def scan_kernel(
     INITIAL: tl.constexpr,
     FINAL: tl.constexpr,
     SAVE: tl.constexpr,
+    DRIVEN: tl.constexpr,
+    OUT: tl.constexpr,
 ):
     """``BV`` value columns of one head of one sequence; grid (N * H, V // BV).
 
-    ``SAVE`` also writes U and the state entering each chunk, for the backward pass.
+    ``SAVE`` also writes U and the state entering each chunk, for the backward pass. Without
+    ``DRIVEN`` the values are zero, without ``OUT`` only final states are written.
     """
     head = tl.program_id(0) % heads
     sequence = tl.program_id(0) // heads
@@ -57,8 +60,10 @@ def scan_kernel(
     space = head.to(tl.int64) * chunks + first
     edge = ((number * heads + head) * K + channel[None, :]) * V + column[:, None]
     state = tl.load(initial + edge).to(tl.float32) if INITIAL else tl.zeros([BV, K], tl.float32)
-    v += start * v_t + head.to(tl.int64) * v_h
-    out += (start * heads + head) * V
+    if DRIVEN:
+        v += start * v_t + head.to(tl.int64) * v_h
+    if OUT:
+        out += (start * heads + head) * V
     for i in range(tl.cdiv(length, C)):
         line = ((head * chunks + first + i) * C).to(tl.int32)
         kt = kt_desc.load([line, 0])
@@ -68,20 +73,21 @@ def scan_kernel(
         att = att_desc.load([line, 0])
         token = i * C + row
         inside = (token < length)[:, None]
-        value = tl.load(
-            v + token.to(tl.int64)[:, None] * v_t + column[None, :], mask=inside, other=0.0
-        )
         strength = tl.load(beta + (space + i) * C + row)
         shrink = tl.load(decay + (space + i) * K + channel)
         work = kt.dtype
         operand = state.to(work)
-        x = tl.trans(value).to(tl.float32) - tl.dot(operand, tl.trans(kt), input_precision="ieee")
+        x = -tl.dot(operand, tl.trans(kt), input_precision="ieee")
+        if DRIVEN:
+            place = token.to(tl.int64)[:, None] * v_t + column[None, :]
+            x += tl.trans(tl.load(v + place, mask=inside, other=0.0)).to(tl.float32)
         x *= strength[None, :]
         u = tl.dot(x.to(work), tl.trans(inv), acc=x, input_precision="ieee").to(work)
-        o = tl.dot(operand, tl.trans(qt), input_precision="ieee")
-        o = tl.dot(u, tl.trans(att), acc=o, input_precision="ieee")
-        place = token.to(tl.int64)[:, None] * heads * V + column[None, :]
-        tl.store(out + place, tl.trans(o).to(out.dtype.element_ty), mask=inside)
+        if OUT:
+            o = tl.dot(operand, tl.trans(qt), input_precision="ieee")
+            o = tl.dot(u, tl.trans(att), acc=o, input_precision="ieee")
+            place = token.to(tl.int64)[:, None] * heads * V + column[None, :]
+            tl.store(out + place, tl.trans(o).to(out.dtype.element_ty), mask=inside)
         if SAVE:
             place = ((space + i) * C + row[:, None]) * V + column[None, :]
             tl.store(u_out + place, tl.trans(u))
@@ -117,9 +123,10 @@ def scan_backward_kernel(
     C: tl.constexpr,
     INITIAL: tl.constexpr,
     FINAL: tl.constexpr,
+    OUT: tl.constexpr,
 ):
-    """As `scan_kernel`, chunks reversed; writes Z and the gradient of the state leaving each
-    chunk, and with ``INITIAL`` that of the initial state."""
+    """As `scan_kernel`, chunks reversed; with ``OUT`` writes Z and the gradient of the state
+    leaving each chunk, with ``INITIAL`` that of the initial state."""
     head = tl.program_id(0) % heads
     sequence = tl.program_id(0) // heads
     column = tl.program_id(1) * BV + tl.arange(0, BV)
@@ -129,7 +136,6 @@ def scan_backward_kernel(
     length = tl.load(sequence_table + 4 * sequence + 3)
     row = tl.arange(0, C)
     channel = tl.arange(0, K)
-    work = z_out.dtype.element_ty
     space = head.to(tl.int64) * chunks + first
     edge = ((number * heads + head) * K + channel[None, :]) * V + column[:, None]
     d_state = tl.load(d_final + edge).to(tl.float32) if FINAL else tl.zeros([BV, K], tl.float32)
@@ -145,20 +151,21 @@ def scan_backward_kernel(
         att = att_desc.load([line, 0])
         token = i * C + row
         inside = (token < length)[:, None]
-        do = tl.load(
-            d_out + token.to(tl.int64)[:, None] * do_t + column[None, :], mask=inside, other=0.0
-        ).to(work)
+        place = token.to(tl.int64)[:, None] * do_t + column[None, :]
+        do = tl.load(d_out + place, mask=inside, other=0.0).to(kt.dtype)
         strength = tl.load(beta + (space + i) * C + row)
         shrink = tl.load(decay + (space + i) * K + channel)
+        work = kt.dtype
         operand = d_state.to(work)
-        place = ((space + i) * V + column[:, None]) * K + channel[None, :]
-        tl.store(dh_out + place, operand)
         columns = tl.trans(do)
         du = tl.dot(operand, tl.trans(kh), input_precision="ieee")
         du = tl.dot(columns, att, acc=du, input_precision="ieee")
         z = tl.dot(du.to(work), inv, acc=du, input_precision="ieee")
-        place = ((space + i) * C + row[:, None]) * V + column[None, :]
-        tl.store(z_out + place, tl.trans(z).to(work))
+        if OUT:
+            place = ((space + i) * V + column[:, None]) * K + channel[None, :]
+            tl.store(dh_out + place, operand)
+            place = ((space + i) * C + row[:, None]) * V + column[None, :]
+            tl.store(z_out + place, tl.trans(z).to(work))
         d_state = tl.dot(columns, qt, acc=d_state * shrink[None, :], input_precision="ieee")
         d_state = tl.dot((z * -strength[None, :]).to(work), kt, acc=d_state, input_precision="ieee")
     if INITIAL:

@@ -1,0 +1,98 @@
+"""Long sequences of few heads, cut along time through the affine map of the state.
+
+Over a stretch of tokens the state changes from S to A S + B. A is what the state pass makes of the
+identity without values, B what it makes of a zero state: both for all stretches at once. Then the
+states at the cuts follow one from another in a few small products, and the stretches run side by
+side. Backward, dS before a stretch is A^T dS + B' in the same way. Where the cuts lie depends on
+the number of heads and on the sequence alone, never on what it is packed with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+
+SPLIT_TOKENS = 32768  # counted from the sequence's own start
+MOST_HEADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Stretches of packed sequences, numbered in order.
+
+    ``sequences`` [S, 4] and ``split`` (only the stretches of sequences that are cut) are tables as
+    in `tables.Tables`; ``lines`` are the numbers of each sequence's stretches.
+    """
+
+    sequences: torch.Tensor
+    split: torch.Tensor
+    lines: tuple[range, ...]
+
+    def entering(
+        self, maps: torch.Tensor, driven: torch.Tensor, initial: torch.Tensor | None
+    ) -> torch.Tensor:
+        """States ``[S, H, K, V]`` at the start of the stretches; ``initial [N, H, K, V]``."""
+        states = torch.zeros_like(driven)
+        for row, line in enumerate(self.lines):
+            if initial is not None:
+                states[line.start] = initial[row]
+            for number in line[:-1]:
+                states[number + 1] = chained(maps[number], states[number], driven[number])
+        return states
+
+    def leaving(
+        self, maps: torch.Tensor, driven: torch.Tensor, d_final: torch.Tensor | None
+    ) -> torch.Tensor:
+        """State gradients ``[S, H, K, V]`` at the stretches' ends; ``d_final [N, H, K, V]``."""
+        grads = torch.zeros_like(driven)
+        for row, line in enumerate(self.lines):
+            if d_final is not None:
+                grads[line[-1]] = d_final[row]
+            for number in reversed(line[1:]):
+                before = maps[number].transpose(1, 2)
+                grads[number - 1] = chained(before, grads[number], driven[number])
+        return grads
+
+
+def chained(step: torch.Tensor, state: torch.Tensor, driven: torch.Tensor) -> torch.Tensor:
+    """step state + driven, in fp64 so that no setting for fp32 products matters."""
+    return torch.baddbmm(driven.double(), step.double(), state.double()).to(state.dtype)
+
+
+def segments(
+    bounds: tuple[int, ...], heads: int, size: int, device: torch.device
+) -> Segments | None:
+    """How to cut the sequences between ``bounds``; None where none is long enough."""
+    longest = max(end - start for start, end in pairwise(bounds))
+    if heads > MOST_HEADS or longest < 2 * SPLIT_TOKENS:
+        return None
+    return _segments(bounds, size, SPLIT_TOKENS, device)
+
+
+@lru_cache(maxsize=4)
+@torch.inference_mode(False)
+def _segments(bounds: tuple[int, ...], size: int, span: int, device: torch.device) -> Segments:
+    rows: list[tuple[int, int, int, int]] = []
+    split: list[tuple[int, int, int, int]] = []
+    lines: list[range] = []
+    chunk = 0
+    for start, end in pairwise(bounds):
+        length = end - start
+        step = span if length >= 2 * span else max(length, 1)
+        here = [
+            (len(rows) + i, chunk + cut // size, start + cut, min(step, length - cut))
+            for i, cut in enumerate(range(0, max(length, 1), step))
+        ]
+        lines.append(range(len(rows), len(rows) + len(here)))
+        rows += here
+        split += here if len(here) > 1 else []
+        chunk += -(-length // size)
+    rows.sort(key=lambda row: -row[3])
+
+    def table(found: list[tuple[int, int, int, int]]) -> torch.Tensor:
+        return torch.tensor(found, dtype=torch.int32).to(device)
+
+    return Segments(table(rows), table(split), tuple(lines))
