@@ -79,6 +79,21 @@ def test_any_split_gives_the_same_loss_gradient_and_weights(
     assert distance(after, weights(played, 1, "fake-0-packed")) < 1e-5
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("count", [8, 10])
+def test_accumulation_changes_neither_scale_nor_later_steps(
+    played: Path, count: int, ranks: int
+) -> None:
+    """C15: in equal and unequal pieces; what one step left over would show in the next one."""
+    norms = results(played, 1, f"accumulated-{count}-2")
+    after = weights(played, 1, f"accumulated-{count}-2")
+    assert min(norms) > 0.05  # so that both steps are clipped
+    for pieces in (2, 4, count):
+        name = f"accumulated-{count}-{pieces}"
+        assert results(played, ranks, name) == pytest.approx(norms, rel=1e-3), pieces
+        assert distance(weights(played, ranks, name), after) < 1e-5, pieces
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_policy_learns_alike_under_any_split(played: Path, ranks: int, stage: int) -> None:

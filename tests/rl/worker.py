@@ -115,6 +115,31 @@ def layouts(out: dict[str, Any]) -> None:
     keep("bfloat16", state(own))
 
 
+def accumulated(out: dict[str, Any]) -> None:
+    """Two steps on equally long sequences, in as many micro-batches as they come."""
+    mask = np.arange(6) >= 2
+    for count, pieces in ((8, 2), (8, 4), (8, 8), (10, 2), (10, 4), (10, 10)):
+        own = learner(FakePolicy(), 0, eps=1e-3, grad_clip=0.05)
+        norms = []
+        for step in range(2):
+            random = np.random.default_rng(step)
+            batch = [
+                Sample(
+                    number,
+                    random.integers(0, 11, 6),
+                    mask,
+                    np.where(mask, random.normal(-2, 0.3, 6), 0).astype(np.float32),
+                    np.where(mask, random.normal(), 0).astype(np.float32),
+                )
+                for number in range(count)
+            ]
+            mine = shares(batch, RANKS, -(-count // pieces) * 6)[RANK]
+            assert len(mine.micro_batches) == pieces // RANKS
+            norms.append(own.update([mine], LOSS).metrics["grad_norm"])
+        out[f"accumulated-{count}-{pieces}"] = norms
+        keep(f"accumulated-{count}-{pieces}", state(own))
+
+
 def skipped(out: dict[str, Any]) -> None:
     for stage in range(4):
         policy = FakePolicy()
@@ -311,6 +336,7 @@ def _take_over(receiver: WeightReceiver, own: Learner) -> Publication | None:
 
 SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     layouts,
+    accumulated,
     skipped,
     resumed,
     counting,
