@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -22,6 +22,14 @@ from omegaconf.errors import OmegaConfBaseException
 from .errors import UserError
 
 PRESETS = Path(__file__).parent
+
+# Plain numbers of YAML 1.1 that are not what they look like: 010 is octal, 1:30 of base 60.
+_ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+_CONTENT_TOKENS = (
+    *(yaml.ValueToken, yaml.ScalarToken),
+    *(yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken),
+)
+_PATHS = ("output", "policy")  # settings where ~ is the home folder, which no shell puts there
 
 _PLURAL = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts"}
 
@@ -68,6 +76,11 @@ def dump_config(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_plain(config)))
 
 
+def config_keys(path: Path) -> set[str]:
+    """The keys at the top of a config file, whatever kind it is."""
+    return set(_parse(_read(path), f"in {path}"))
+
+
 def find_config(schema: type, source: str) -> Path:
     """The file that `source` names: a path, or a preset of the kind that `schema` implies."""
     kind = schema.__name__.removesuffix("Config").lower()
@@ -102,17 +115,31 @@ def _split_override(text: str) -> tuple[str, Any]:
     key, sep, value = text.partition("=")
     if not sep or not re.fullmatch(r"\w+(\.\w+)*", key):
         raise UserError(f"override {text!r} is not of the form key=value")
-    return key, _parse(f"value: {value}", f"for {key} on the command line")["value"]
+    document = f"value: {value}"
+    read = _parse(document, f"for {key} on the command line")["value"]
+    end = max(t.end_mark.index for t in _scan(document) if isinstance(t, _CONTENT_TOKENS))
+    if comment := document[end:].strip():
+        raise UserError(
+            f"{key} on the command line: YAML takes {comment!r} for a comment; quote it, in a "
+            f"""shell as {key}="'...'\""""
+        )
+    return key, read
+
+
+def _scan(text: str) -> Iterator[yaml.Token]:
+    return yaml.scan(text, Loader=yaml.SafeLoader)
 
 
 def _parse(text: str, where: str) -> Data:
     """Plain data of a YAML text; scalars as OmegaConf reads them (1e-6 is a number)."""
     try:
-        for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        for token in _scan(text):
             if isinstance(token, yaml.TagToken | yaml.AnchorToken | yaml.AliasToken):
                 kind = type(token).__name__.removesuffix("Token").lower()
                 line = token.start_mark.line + 1
                 raise UserError(f"YAML {kind} {where}, line {line}: only plain values are allowed")
+            if isinstance(token, yaml.ScalarToken) and token.plain:
+                _refuse_odd_number(token, where)
         config = OmegaConf.create(text)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -128,6 +155,16 @@ def _parse(text: str, where: str) -> Data:
         raise UserError(f"config {where}: expected key: value lines, found a {type(data).__name__}")
     _refuse_interpolations(data, "", where)
     return {str(key): value for key, value in data.items()}
+
+
+def _refuse_odd_number(token: yaml.ScalarToken, where: str) -> None:
+    if _ODD_NUMBER.fullmatch(token.value):
+        read = yaml.safe_load(token.value)
+        shell = f""", in a shell as "'{token.value}'\"""" if "on the command line" in where else ""
+        raise UserError(
+            f"{token.value} {where}, line {token.start_mark.line + 1}: YAML reads it as {read}; "
+            f"write {read}, or quote it{shell}"
+        )
 
 
 def _refuse_interpolations(value: Any, key: str, where: str) -> None:
@@ -207,6 +244,8 @@ def _convert(
             _refuse_bare(item, key, where)
             if not isinstance(item, str):  # OmegaConf would take the text of it
                 raise UserError(f"{key} {where}: {item!r} is not text")
+    elif inner is bool and isinstance(value, int | float) and not isinstance(value, bool):
+        raise UserError(f"{key} {where}: {value!r} is not {_describe(hint)}")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), {name: value})
         result = OmegaConf.to_container(merged, resolve=False, throw_on_missing=False)
@@ -214,6 +253,8 @@ def _convert(
         way_out = f"; write {key}=[{value}]" if str in items and isinstance(value, str) else ""
         raise UserError(f"{key} {where}: {value!r} is not {_describe(hint)}{way_out}") from None
     leaf = result[name]  # pyright: ignore[reportCallIssue, reportArgumentType, reportOptionalSubscript]
+    if name in _PATHS and isinstance(leaf, str):
+        return os.path.expanduser(leaf)
     return tuple(leaf) if get_origin(inner) is tuple else leaf
 
 

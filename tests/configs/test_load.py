@@ -65,10 +65,8 @@ def test_enumerated_setting_never_becomes_false(text: str) -> None:
     [
         ("off", "False", "true or false"),
         ("2026_11_29", "20261129", "a number"),
-        ("007", "7", "a number"),
         ("0x1F", "31", "a number"),
         ("2.50", "2.5", "a number"),
-        ("1:30", "90", "a number"),  # base 60
         ("1e5", "100000.0", "a number"),
     ],
 )
@@ -91,16 +89,75 @@ def test_text_settings_refuse_what_yaml_reads_otherwise(
 
 
 def test_text_in_files_and_lists_is_quoted_too(tmp_path: Path) -> None:
-    source = write(tmp_path, "output: 007\n")
+    source = write(tmp_path, "output: 17\n")
     with pytest.raises(UserError) as caught:
         load_config(TrainConfig, source, [])
-    assert str(caught.value) == f"output in {source}: 7 is a number, not text; quote it"
+    assert str(caught.value) == f"output in {source}: 17 is a number, not text; quote it"
     with pytest.raises(UserError, match=r"env\.plugins on the command line: 12 is a number"):
         load_config(TrainConfig, None, [*BASE, "env.plugins=[a.py, 12]"])
-    plain = ["output=2026-11-29", "policy=1b", "env.kwargs.pages=007"]
+    plain = ["output=2026-11-29", "policy=1b", "env.kwargs.pages=7"]
     config = load_config(TrainConfig, None, [*BASE, *plain])
     assert (config.output, config.policy) == ("2026-11-29", "1b")
     assert config.env.kwargs == {"pages": 7}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "read"),
+    [
+        ("steps", "010", "8"),
+        ("seed", "-010", "-8"),
+        ("steps", "1:30", "90"),  # base 60
+        ("learner.lr", "1:30.5", "90.5"),
+        ("output", "007", "7"),
+        ("env.kwargs", "{turns: 012}", "10"),
+    ],
+)
+def test_numbers_that_yaml_reads_as_others_are_refused(
+    tmp_path: Path, key: str, text: str, read: str
+) -> None:
+    odd = text.strip("{}").removeprefix("turns: ")
+    with pytest.raises(UserError) as caught:
+        load_config(TrainConfig, None, [*BASE, f"{key}={text}"])
+    assert str(caught.value) == (
+        f"{odd} for {key} on the command line, line 1: YAML reads it as {read}; write {read}, or "
+        f"quote it, in a shell as \"'{odd}'\""
+    )
+    source = write(tmp_path, f"steps: 2\nrollout: {{actors: {odd}}}\n")
+    with pytest.raises(UserError) as caught:
+        load_config(TrainConfig, source, [])
+    assert str(caught.value).endswith(f": YAML reads it as {read}; write {read}, or quote it")
+
+
+@pytest.mark.parametrize("text", ["10", "0", "1_000", "0x10", "'010'"])
+def test_numbers_that_are_what_they_look_like_are_taken(text: str) -> None:
+    steps = load_config(TrainConfig, None, [*BASE, f"steps={text}"]).steps
+    assert steps == {"10": 10, "0": 0, "1_000": 1000, "0x10": 16, "'010'": 10}[text]
+
+
+@pytest.mark.parametrize("text", ["a #b", "#x", "[a] # b"])
+def test_a_comment_on_the_command_line_is_refused(text: str) -> None:
+    comment = text[text.index("#") :]
+    with pytest.raises(UserError) as caught:
+        load_config(TrainConfig, None, [*BASE, f"output={text}"])
+    assert str(caught.value) == (
+        f"output on the command line: YAML takes {comment!r} for a comment; quote it, in a shell "
+        "as output=\"'...'\""
+    )
+    assert load_config(TrainConfig, None, [*BASE, "output='a #b'"]).output == "a #b"
+
+
+@pytest.mark.parametrize("text", ["2", "0", "1.0"])
+def test_a_number_is_no_switch(text: str) -> None:
+    message = rf"^allow_longer_context on the command line: {text} is not true or false$"
+    with pytest.raises(UserError, match=message):
+        load_config(TrainConfig, None, [*BASE, f"allow_longer_context={text}"])
+
+
+def test_the_home_folder_of_paths_is_put_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/red")
+    config = load_config(TrainConfig, None, [*BASE, "output=~/x", "policy=~/y"])
+    assert (config.output, config.policy) == ("/home/red/x", "/home/red/y")
+    assert load_config(EvalConfig, None, []).output is None
 
 
 @pytest.mark.parametrize(
