@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from ..configs.errors import RunFailed, UnknownArgument, UserError, last_line
+from .interrupt import exit_code, heed_sigterm
 
-FAILED, USER_MISTAKE, INTERRUPTED, UNREAD = 1, 2, 130, 141
+FAILED, USER_MISTAKE, UNREAD = 1, 2, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done as asked, 1 failed while running, 2 a mistake in the input, 130 Ctrl-C, 141
-    nobody reads what it prints (``... | head``)."""
+    """Exit code: 0 done as asked, 1 failed while running, 2 a mistake in the input, 130 Ctrl-C, 143
+    SIGTERM, 141 nobody reads what it prints (``... | head``)."""
+    heed_sigterm()
     arguments = _parse(argv)
     try:
         code = _COMMANDS[arguments.command](arguments)
@@ -25,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return exit_code()
     except BrokenPipeError:
         if not _output_is_closed():
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ from ray._private import ray_constants
 
 from ..configs.errors import RunFailed, UserError
 from ..configs.schema import LearnerConfig, RolloutConfig
+from .interrupt import heed_sigterm
 
 GIB = 2**30
 GPU_UNITS = 10_000  # what Ray divides a GPU into
@@ -38,6 +40,9 @@ def cluster(address: str | None) -> Iterator[None]:
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except (Exception, SystemExit) as error:  # Ray raises many kinds, and may end the process
         ray.shutdown()  # what of it had started
+        heed_sigterm()
+        if isinstance(error, SystemExit) and error.code == signal.SIGTERM:  # as Ray heeds it
+            signal.raise_signal(signal.SIGTERM)
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else "no text"
         if address is not None and isinstance(error, ConnectionError | RuntimeError | ValueError):
@@ -46,6 +51,7 @@ def cluster(address: str | None) -> Iterator[None]:
             f"Ray does not start ({type(error).__name__}: {reason}); "
             "farhorizon doctor looks for the cause"
         ) from error
+    heed_sigterm()
     try:
         yield
     finally:

@@ -1,4 +1,7 @@
-"""Ctrl-C between the steps of an update, never inside one unless it is insisted on."""
+"""Ctrl-C between the steps of an update, never inside one unless it is insisted on.
+
+SIGTERM does the same as Ctrl-C, with an exit code of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,30 @@ from contextlib import contextmanager
 from types import FrameType
 
 PRESSES = 3  # of Ctrl-C that give up what holds it back
+_caught: signal.Signals = signal.SIGINT
 
 
 class GivenUp(KeyboardInterrupt):
     """Ctrl-C came in the middle of what must be whole: a step, a checkpoint."""
+
+
+def heed_sigterm() -> None:
+    """Let SIGTERM do from now on what Ctrl-C does; Ray takes it over whenever it starts."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
+
+
+def exit_code() -> int:
+    """Of a process that was interrupted: 130 by Ctrl-C, 143 by SIGTERM."""
+    return 128 + _caught
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    global _caught
+    _caught = signal.SIGTERM
+    handler = signal.getsignal(signal.SIGINT)
+    # a shell starts jobs in the background with SIGINT ignored
+    (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 
 
 @contextmanager

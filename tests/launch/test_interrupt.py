@@ -7,14 +7,44 @@ import signal
 import threading
 import time
 
+from collections.abc import Iterator
+
 import pytest
 import ray
 
-from farhorizon.launch.interrupt import GivenUp, uninterrupted
+from farhorizon.launch import interrupt
+from farhorizon.launch.interrupt import GivenUp, exit_code, heed_sigterm, uninterrupted
 
 
 def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put the handlers back, and what the last signal was."""
+    monkeypatch.setattr(interrupt, "_caught", signal.SIGINT)
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_sigterm_does_what_ctrl_c_does(handlers: None, ignored: bool) -> None:
+    """Also in a job that a shell started in the background, with SIGINT ignored."""
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    heed_sigterm()
+    assert exit_code() == 130
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert exit_code() == 143
+    reached: list[str] = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted("finishing the step"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        reached.append("end of the block")
+    assert reached == ["end of the block"]
 
 
 def test_ctrl_c_comes_after_the_block(capfd: pytest.CaptureFixture[str]) -> None:
