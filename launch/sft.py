@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -13,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, spawn
 
 from ..configs.bounds import check_bounds
 from ..configs.errors import RunFailed, UserError
-from ..configs.load import dump_config
+from ..configs.load import dump_config, load_config
 from ..configs.schema import SftConfig
 from ..envs.expert import expert_messages
 from ..envs.registry import resolve_plugins, tasks
@@ -31,12 +34,13 @@ from ..policy.corpus import (
 from ..policy.records import StageRecord, check_context
 from ..policy.tokenizer import ChatFormat, load_tokenizer, tokenizer_sha256
 from ..rl.sft import SftStep, join_processes, train_on_demonstrations
-from .files import json_line
+from .files import json_line, sole_user
 from .fresh import expert_env
 from .prepare import check_writable, find_checkpoint
 
 LINE_SECONDS = 5.0
 DATA_FILE = "demonstrations.npz"
+PR_SET_PDEATHSIG = 1  # of Linux: the signal to get when the parent process ends
 
 
 def run_sft(config: SftConfig) -> Path:
@@ -47,6 +51,14 @@ def run_sft(config: SftConfig) -> Path:
         config, policy=str(parent), output=str(output), env=resolve_plugins(config.env)
     )
     _check(config, parent, output)
+    with sole_user(output, replaced=True):
+        _check_output(parent, output)
+        _run_sft(config, parent)
+    return output
+
+
+def _run_sft(config: SftConfig, parent: Path) -> None:
+    """`run_sft` of a checked config, while the output is this process's own."""
     begin = time.perf_counter()
     demonstrations = collect(config, ChatFormat(load_tokenizer(parent)))
     lengths = [len(d.token_ids) for d in demonstrations]
@@ -58,7 +70,6 @@ def run_sft(config: SftConfig) -> Path:
     with tempfile.TemporaryDirectory(prefix="farhorizon-") as scratch:
         save_demonstrations(Path(scratch) / DATA_FILE, demonstrations)
         train_ranks(config, str(parent), scratch)
-    return output
 
 
 def train_ranks(config: SftConfig, parent: str, scratch: str) -> None:
@@ -66,17 +77,23 @@ def train_ranks(config: SftConfig, parent: str, scratch: str) -> None:
     if config.ranks == 1:
         _train(0, config, parent, scratch)
         return
-    mistakes = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    arguments = (config, parent, scratch, mistakes)
+    failures = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    arguments = (config, parent, scratch, failures)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # ends are told here
     ranks = spawn(_train_process, arguments, nprocs=config.ranks, join=False)
     assert ranks is not None
     try:
         while not ranks.join():
             pass
-    except ProcessRaisedException as error:
-        if not mistakes.empty():
-            raise UserError(mistakes.get()) from None
-        raise RunFailed(f"sft: {str(error).strip().splitlines()[-1]}") from None
+    except ProcessException as error:
+        if not failures.empty():
+            raise failures.get() from None
+        killed = any(process.exitcode == -signal.SIGKILL for process in ranks.processes)
+        if killed or isinstance(error, ProcessExitedException):
+            raise RunFailed(
+                "sft: a rank ended while it worked: it was killed, or ran out of memory"
+            ) from None
+        raise
     finally:
         _end(ranks.processes)
 
@@ -94,14 +111,23 @@ def _end(processes: Sequence[Any]) -> None:
 
 
 def _train_process(
-    rank: int, config: SftConfig, parent: str, scratch: str, mistakes: SimpleQueue[str]
+    rank: int, config: SftConfig, parent: str, scratch: str, failures: SimpleQueue[Exception]
 ) -> None:
     """`_train` in a process of its own: spawn hands on a traceback, not what was raised."""
+    # Ranks inherit that a shell starts jobs in the background with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         _train(rank, config, parent, scratch)
-    except UserError as error:
-        mistakes.put(str(error))
+    except (UserError, RunFailed) as error:
+        failures.put(error)
         raise
+    except KeyboardInterrupt:
+        sys.exit(130)  # spawn would take it for done
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of gloo may outlive the group, and end the interpreter with an abort
 
 
 def _train(rank: int, config: SftConfig, parent: str, scratch: str) -> None:
@@ -129,11 +155,13 @@ def _train(rank: int, config: SftConfig, parent: str, scratch: str) -> None:
             parent,
         )
         output = Path(config.output)
-        save_checkpoint(output, start.policy, start.policy.config, start.tokenizer, record)
-        (output / "metrics.jsonl").write_text(
-            "".join(json_line(asdict(step)) for step in progress.steps), encoding="utf-8"
+        notes = {
+            "metrics.jsonl": "".join(json_line(asdict(step)) for step in progress.steps),
+            "config.yaml": dump_config(config),
+        }
+        save_checkpoint(
+            output, start.policy, start.policy.config, start.tokenizer, record, notes=notes
         )
-        (output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         print(f"sft: {tokens} tokens; checkpoint {output}", flush=True)
     if config.ranks > 1:
         torch.distributed.destroy_process_group()
@@ -164,11 +192,23 @@ def _check(config: SftConfig, parent: Path, output: Path) -> None:
             f"batch_tokens={config.batch_tokens} must hold one sequence of "
             f"context={config.context} tokens for each of ranks={config.ranks}"
         )
-    if output.exists() and output.samefile(parent):
-        raise UserError(f"output {output}: is the checkpoint to start from; choose another output")
-    check_replaceable(output)
+    _check_output(parent, output)
     check_writable(output.parent)  # where a checkpoint is made, to be renamed when it is whole
     check_context(parent, config.context, allow_longer=False)
+
+
+def _check_output(parent: Path, output: Path) -> None:
+    """UserError unless the place is free, or holds what another warm-up left."""
+    if parent.is_relative_to(output.resolve()):
+        raise UserError(f"output {output}: holds the policy to start from; choose another output")
+    check_replaceable(output)
+    if (output / "config.json").exists():
+        try:
+            load_config(SftConfig, str(output / "config.yaml"), [])
+        except UserError:
+            raise UserError(
+                f"output {output}: is a checkpoint that sft did not make; choose another output"
+            ) from None
 
 
 def _check_devices(config: SftConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainerContro
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
-from ..configs.errors import UserError
+from ..configs.errors import RunFailed
 from ..configs.schema import SftConfig
 from ..policy import Policy
 from ..policy.corpus import Demonstration
@@ -99,6 +100,8 @@ def join_processes(rank: int, ranks: int, rendezvous: str, gpu: bool) -> None:
     """Join the other ranks on this machine, in a way that TRL's trainer takes over."""
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read, never used: a file is
+    # Its own lock is a named semaphore, which a process that is killed leaves behind.
+    logging.tqdm.set_lock(threading.RLock())
     if gpu:
         torch.cuda.set_device(rank)
     join(rank, ranks, rendezvous, "cuda" if gpu else "cpu", local_rank=rank)
@@ -145,7 +148,7 @@ def _dataset(demonstrations: Sequence[Demonstration]) -> Any:
 def _check_gradient(policy: Policy, step: int) -> None:
     for name, parameter in policy.named_parameters():
         if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-            raise UserError(f"sft step {step}: the gradient of {name} is not finite; lower lr")
+            raise RunFailed(f"sft step {step}: the gradient of {name} is not finite; lower lr")
 
 
 @torch.no_grad()
@@ -154,7 +157,7 @@ def _check_outcome(policy: Policy, demonstration: Demonstration) -> None:
     ids = torch.as_tensor(demonstration.token_ids, dtype=torch.int64)
     logits = policy(ids[None].to(next(policy.parameters()).device), last_only=True).logits
     if not bool(logits.isfinite().all()):
-        raise UserError("sft: the policy of the last step is not finite; lower lr")
+        raise RunFailed("sft: the policy of the last step is not finite; lower lr")
 
 
 def _trainer(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +17,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessRaisedException
 
-from farhorizon.configs.errors import UserError
+from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.load import dump_config, load_config
 from farhorizon.configs.schema import EnvConfig, SftConfig
 from farhorizon.envs.expert import expert_messages
 from farhorizon.envs.registry import make_config
 from farhorizon.envs.types import Task
+from farhorizon.launch.files import sole_user
 from farhorizon.launch.sft import DATA_FILE, collect, run_sft, train_ranks
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.checkpoint import load_checkpoint, save_checkpoint
@@ -165,8 +171,15 @@ def test_mistakes_are_told_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_ranks_together_do_what_one_does_alone(parent: Path, tmp_path: Path) -> None:
-    """Two demonstrations fill a step: one row of both, or a row for each rank."""
+def test_ranks_together_do_what_one_does_alone(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two demonstrations fill a step: one row of both, or a row for each rank.
+
+    An interpreter that aborts when it ends, as threads of a library can make it, is no failure.
+    """
+    (tmp_path / "sitecustomize.py").write_text("import atexit, os\natexit.register(os.abort)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     rng = np.random.default_rng(1)
     data = [
         Demonstration(rng.integers(0, 320, 28).astype(np.int32), rng.random(28) < share)
@@ -189,14 +202,17 @@ def test_ranks_together_do_what_one_does_alone(parent: Path, tmp_path: Path) -> 
     assert max(float((states[0][k] - start[k]).abs().max()) for k in start) > 1e-3
 
 
-def test_a_loss_that_is_not_finite_is_told_in_one_line(parent: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^sft step 2: the gradient of .* lower lr$"):
-        run_sft(settings(parent, tmp_path / "out", steps=3, lr=1e30, warmup_steps=0))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_not_finite_is_told_in_one_line(
+    parent: Path, tmp_path: Path, ranks: int
+) -> None:
+    with pytest.raises(RunFailed, match=r"^sft step 2: the gradient of .* lower lr$"):
+        run_sft(settings(parent, tmp_path / "out", steps=3, lr=1e30, warmup_steps=0, ranks=ranks))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_last_step_that_ruins_the_policy_is_told(parent: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^sft: the policy of the last step is not finite; lower"):
+    with pytest.raises(RunFailed, match=r"^sft: the policy of the last step is not finite; lower"):
         run_sft(settings(parent, tmp_path / "out", steps=1, lr=1e30, warmup_steps=0))
     assert not (tmp_path / "out").exists()
 
@@ -204,6 +220,15 @@ def test_a_last_step_that_ruins_the_policy_is_told(parent: Path, tmp_path: Path)
 def test_a_mistake_found_by_a_rank_arrives_as_it_was_raised(parent: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^nowhere: no such checkpoint folder$"):
         train_ranks(settings(parent, tmp_path / "out", ranks=2), "nowhere", str(tmp_path))
+
+
+def test_a_bug_in_a_rank_keeps_its_trace(parent: Path, tmp_path: Path) -> None:
+    """The demonstrations are not where they should be."""
+    config = settings(parent, tmp_path / "out", ranks=2)
+    with pytest.raises(
+        ProcessRaisedException, match=r"in load_demonstrations\n(.*\n)*FileNotFound"
+    ):
+        train_ranks(config, str(parent), str(tmp_path))
 
 
 def test_the_cpu_is_used_unless_gpus_are_asked_for(parent: Path) -> None:
@@ -222,31 +247,102 @@ def test_the_cpu_is_used_unless_gpus_are_asked_for(parent: Path) -> None:
         assert {p.dtype for p in policy.parameters()} == {torch.float32}
 
 
-def test_the_start_is_never_overwritten(parent: Path) -> None:
-    with pytest.raises(UserError, match="is the checkpoint to start from"):
+def test_the_start_is_never_overwritten(parent: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds the policy to start from"):
         run_sft(settings(parent, parent))
+    run = tmp_path / "run"
+    start = run / "stages" / "2-128"
+    shutil.copytree(parent, start)
+    shutil.copytree(parent, run, dirs_exist_ok=True)  # as a stage run leaves it
+    with pytest.raises(UserError, match=f"^output {run}: holds the policy to start from"):
+        run_sft(settings(start, run))
+    with pytest.raises(UserError, match=f"^output {run}: holds stages of a run"):
+        run_sft(settings(parent, run))
+    load_checkpoint(start)
 
 
-def test_ctrl_c_ends_all_ranks_and_says_what_begins_again(parent: Path, tmp_path: Path) -> None:
-    """The signal reaches the command alone, as from ``kill -INT``."""
-    file, output = tmp_path / "warm up.yaml", tmp_path / "out"
-    config = settings(parent, output, steps=1000, ranks=2, batch_tokens=256, context=64)
+def test_only_what_a_warm_up_left_is_replaced(parent: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(parent, output)
+    config = settings(parent, output, steps=1)
+    for text in (None, "stages: []\n"):
+        if text is not None:
+            (output / "config.yaml").write_text(text)
+        with pytest.raises(UserError, match=f"^output {output}: is a checkpoint that sft did not"):
+            run_sft(config)
+        assert load_checkpoint(output).stage.tokens_seen == 1000
+    (output / "config.yaml").write_text(dump_config(config))
+    run_sft(config)
+    assert load_checkpoint(output).stage.tokens_seen > 1000
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_one_warm_up_at_a_time_works_on_an_output(parent: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with (
+        sole_user(output, replaced=True),
+        pytest.raises(UserError, match=f"^output {output}: another process works in it"),
+    ):
+        run_sft(settings(parent, output))
+
+
+Process = subprocess.Popen[str]
+
+
+@contextmanager
+def working(parent: Path, folder: Path) -> Iterator[tuple[Process, list[psutil.Process]]]:
+    """A warm-up of two ranks that a shell started in the background; it and its ranks."""
+    file = folder / "warm up.yaml"
+    config = settings(parent, folder / "out", steps=1000, ranks=2, batch_tokens=256, context=64)
     file.write_text(dump_config(config))
     command = [sys.executable, "-m", "farhorizon.launch.cli", "sft", str(file), "lr=1e-4"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("sft step"):
-            break
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) >= 2
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    again = f"farhorizon sft '{file}' lr=1e-4"
-    assert out.splitlines()[-1] == f"sft: interrupted, nothing is saved; what begins again: {again}"
-    assert err.splitlines()[-1] == "interrupted" and "Traceback" not in err
-    assert psutil.wait_procs(children, timeout=10)[1] == []
-    assert not output.exists()
+    with subprocess.Popen(
+        ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("sft step"):
+                break
+        children = psutil.Process(process.pid).children(recursive=True)
+        try:
+            yield process, [c for c in children if "spawn_main" in " ".join(c.cmdline())]
+        finally:
+            for left in [process, *children]:
+                with suppress(psutil.NoSuchProcess):
+                    left.kill()
+
+
+def test_sigterm_ends_all_ranks_and_says_what_begins_again(parent: Path, tmp_path: Path) -> None:
+    """The signal reaches the command alone, and ranks that inherited an ignored SIGINT."""
+    with working(parent, tmp_path) as (process, ranks):
+        assert len(ranks) == 2
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 143, err
+        again = f"farhorizon sft '{tmp_path / 'warm up.yaml'}' lr=1e-4"
+        told = f"sft: interrupted, nothing is saved; what begins again: {again}"
+        assert out.splitlines()[-1] == told
+        assert err.splitlines()[-1] == "interrupted" and "Traceback" not in err
+        assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_end_with_the_command(parent: Path, tmp_path: Path) -> None:
+    with working(parent, tmp_path) as (process, ranks):
+        process.kill()
+        assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_that_is_killed_is_one_line(parent: Path, tmp_path: Path) -> None:
+    with working(parent, tmp_path) as (process, ranks):
+        ranks[1].kill()
+        err = process.communicate(timeout=60)[1]
+        told = "a rank ended while it worked: it was killed, or ran out of memory"
+        assert (process.returncode, err.splitlines()[-1]) == (1, f"farhorizon: sft: {told}")
+        assert "Traceback" not in err
+        assert psutil.wait_procs(ranks, timeout=10)[1] == []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from farhorizon.configs.errors import UserError
+from farhorizon.configs.errors import RunFailed
 from farhorizon.configs.schema import EnvConfig, SftConfig
 from farhorizon.policy.checkpoint import load_checkpoint
 from farhorizon.policy.corpus import Demonstration
@@ -27,5 +27,5 @@ def test_the_tensor_whose_gradient_is_not_finite_is_named(
         policy="", env=EnvConfig(id="echo-v0"), context=56, steps=1, batch_tokens=56, threads=1
     )
     data = [Demonstration(np.arange(56, dtype=np.int32), np.ones(56, np.bool_))]
-    with pytest.raises(UserError, match=f"^sft step 1: the gradient of {name} is not finite"):
+    with pytest.raises(RunFailed, match=f"^sft step 1: the gradient of {name} is not finite"):
         train_on_demonstrations(start.policy, start.tokenizer, data, config, lambda step: None)
