@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..configs.errors import RunFailed
+
 
 @dataclass(frozen=True, slots=True)
 class RunState:
@@ -37,11 +39,14 @@ def save(run: Path, state: RunState, write: Callable[[Path], None], keep: int) -
     """Write the checkpoint of ``state.step``, then remove all but the newest ``keep``.
 
     ``write(folder)`` fills a folder that does not exist yet; it gets its name only when complete.
+    RunFailed if there is a complete one of that name, which then is another process's.
     """
     root = run / "checkpoints"
     final = root / f"step-{state.step:06d}"
-    if (found := _read(final)) is not None and found.state.step == state.step:
-        return final
+    if _read(final) is not None:
+        raise RunFailed(
+            f"{final}: another process has saved this step meanwhile; choose another output"
+        )
     partial = root / f".saving-step-{state.step:06d}"
     for stale in (partial, final):
         shutil.rmtree(stale, ignore_errors=True)

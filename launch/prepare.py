@@ -24,6 +24,7 @@ from .checkpoints import Found, RunState
 
 # A run keeps these for life: its start, its data and its random numbers follow from them.
 IDENTITY = ("policy", "env", "seed", "group_size", "groups_per_step")
+RUN_FOLDERS = ("checkpoints", "rollouts")  # one of them is there as soon as a run has begun
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class Run:
     config: TrainConfig
     folder: Path
     checkpoint: Path  # weights to start with
-    resumed: Found | None
+    saved: Found | None  # its newest checkpoint: what it goes on from, or has saved since
     tokenizer: PreTrainedTokenizerFast
     stage: StageRecord
     notes: list[str]
@@ -86,15 +87,24 @@ def prepare(config: TrainConfig) -> Run:
     )
 
 
+def check_unchanged(run: Run) -> None:
+    """UserError if the folder is not as `prepare` found it; to be asked when nobody else is in."""
+    if checkpoints.newest(run.folder) != run.saved:
+        raise UserError(
+            f"output {run.folder}: another process worked in it meanwhile; start again, or "
+            "choose another output"
+        )
+
+
 def find_checkpoint(path: str | Path) -> Path:
     """The checkpoint folder that ``path`` names: itself, or the newest complete one of a run."""
     path = Path(path)
     if os.path.isfile(path / "config.json"):  # asks without an exception whatever the name is
         return path
-    if os.path.isdir(path / "checkpoints"):
+    if any(os.path.isdir(path / name) for name in RUN_FOLDERS):
         found = checkpoints.newest(path)
         if found is None:
-            raise UserError(f"{path}: the run has no complete checkpoint")
+            raise UserError(f"{path}: the run has no complete checkpoint yet")
         return found.folder
     missing = (
         "no such folder" if not os.path.isdir(path) else "neither a checkpoint nor a run folder"
@@ -220,4 +230,4 @@ def _check_output(folder: Path) -> None:
 
 def is_run(folder: Path) -> bool:
     """Whether a training run has worked in the folder."""
-    return any((folder / name).is_dir() for name in ("checkpoints", "rollouts"))
+    return any((folder / name).is_dir() for name in RUN_FOLDERS)

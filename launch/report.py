@@ -107,7 +107,8 @@ def curve_points(
         for r in rows
         if "eval/success" in r
     ]
-    training = [(r["step"], r["train/success"]) for r in rows if "train/success" in r]
+    played = [r for r in rows if r.get("train/success") is not None]  # null where all failed
+    training = [(r["step"], r["train/success"]) for r in played]
     return heldout, training
 
 
@@ -154,7 +155,7 @@ def unchanged_line(rows: Sequence[dict[str, Any]]) -> str | None:
     flat = [r for r in idle if 0 < r.get("learn/groups", 0) == r["train/groups_without_variance"]]
     if 2 * len(flat) <= len(steps):
         return None
-    solved = sum(row["train/success"] for row in flat) > len(flat) / 2
+    solved = sum(row["train/success"] or 0 for row in flat) > len(flat) / 2
     way_out = "make the task harder" if solved else "warm up longer or make the task easier"
     return (
         f"{len(steps) - len(idle)} of {len(steps)} steps changed the policy "
@@ -178,4 +179,4 @@ def evaluate_line(run: Path, plugins: Sequence[str]) -> str:
 
 def resume_line(run: Path, steps: int) -> str:
     """The command that goes on with a run, up to ``steps`` updates."""
-    return f"farhorizon train {run / 'config.yaml'} steps={steps}"
+    return shlex.join(["farhorizon", "train", str(run / "config.yaml"), f"steps={steps}"])

@@ -7,6 +7,7 @@ tasks used up, so a resumed synchronous run repeats what an uninterrupted one wo
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -22,11 +23,12 @@ from ..rollout.actor import RolloutPool
 from ..rollout.staleness import fresh
 from ..rollout.types import Group, RolloutStats
 from . import checkpoints
+from .checkpoints import Found
 from .cluster import check_gpus, cluster
 from .evaluate import measure
 from .files import sole_user
-from .interrupt import GivenUp, uninterrupted
-from .prepare import Run, prepare
+from .interrupt import GivenUp, exit_code, uninterrupted
+from .prepare import Run, check_unchanged, prepare
 from .progress import Display
 from .record import Recorder, read_rows
 from .report import (
@@ -53,7 +55,7 @@ class Job:
 
 
 def train(config: TrainConfig) -> int:
-    """Run or resume a training job; the exit code: 0, or 130 when Ctrl-C stopped it."""
+    """Run or resume a training job; the exit code: 0, or 130 or 143 when it was interrupted."""
     run = prepare(config)
     for note in run.notes:
         print(note)
@@ -64,7 +66,10 @@ def train(config: TrainConfig) -> int:
         )
         return 0
     config = run.config
-    with sole_user(run.folder), cluster(config.ray_address), ExitStack() as stack:
+    with ExitStack() as stack:
+        stack.enter_context(sole_user(run.folder))
+        check_unchanged(run)
+        stack.enter_context(cluster(config.ray_address))
         check_gpus(config.ray_address, config.rollout, config.learner)
         recorder = Recorder(run.folder, dump_config(config), run.step)
         stack.callback(recorder.close)
@@ -74,16 +79,15 @@ def train(config: TrainConfig) -> int:
             result = _play(job)
         except KeyboardInterrupt as stop:
             _stop(job, stop)
-            return 130
+            return exit_code()
     recorder.curve(force=True)
     if (unchanged := unchanged_line(recorder.rows)) is not None:
         print(unchanged)
     before, _ = curve_points(recorder.rows)
     first = before[0] if before and before[0].step == 0 else None
-    folder = checkpoints.newest(run.folder)
-    assert folder is not None
+    assert run.saved is not None
     plugins = config.env.plugins
-    for line in closing_lines(first, result, run.folder, folder.folder, run.step, plugins):
+    for line in closing_lines(first, result, run.folder, run.saved.folder, run.step, plugins):
         print(line)
     return 0
 
@@ -105,9 +109,9 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
             str(run.checkpoint), config.env, config.rollout, config.context, config.seed
         )
         stack.callback(pool.close)
-        if run.resumed is not None:
-            learner.load(run.resumed.folder / "state")
-            display.line(f"resumed {run.resumed.folder}: {run.step} of {config.steps} steps done")
+        if run.saved is not None:
+            learner.load(run.saved.folder / "state")
+            display.line(f"resumed {run.saved.folder}: {run.step} of {config.steps} steps done")
         pool.sync(learner.publish())
     return Job(run, pool, learner, recorder, display)
 
@@ -136,10 +140,12 @@ def _loop(job: Job) -> Evaluation | None:
             # The learner has left the step before: what is saved from here on is this step.
             tokens = sum(len(t.token_ids) for group in groups for t in group.trajectories)
             run.advance(config.groups_per_step, tokens)
-            if not update.skipped:
-                with display.phase("sync"):
-                    job.pool.sync(job.learner.publish())
-            _record(job, groups, stats, update, tokens, len(groups) - len(kept))
+            try:
+                if not update.skipped:
+                    with display.phase("sync"):
+                        job.pool.sync(job.learner.publish())
+            finally:  # weights that cannot be sent are saved all the same
+                _record(job, groups, stats, update, tokens, len(groups) - len(kept))
         last = run.step == config.steps
         if last or (config.save_every and run.step % config.save_every == 0):
             with uninterrupted("finishing the checkpoint, then stopping"):
@@ -191,10 +197,8 @@ def _stop(job: Job, stop: KeyboardInterrupt) -> None:
         if not isinstance(stop, GivenUp):
             with uninterrupted("saving, then stopping"):
                 folder = _save(job)
-    except GivenUp:
+    except KeyboardInterrupt:  # once more: before, while or after it was saved
         pass
-    except KeyboardInterrupt:  # pressed once more while it was saved
-        assert folder is not None
     if folder is not None:
         display.line(f"interrupted after step {run.step}, saved {folder}")
         display.line(f"resume      {resume_line(run.folder, run.config.steps)}")
@@ -207,14 +211,19 @@ def _rescue(job: Job) -> None:
     """Save the finished steps of a failing run, as far as that can be done; say how to go on."""
     run, display = job.run, job.display
     if run.step > 0:
-        with uninterrupted("saving the finished steps"):
-            try:
-                if not job.learner.actors:
-                    raise RunFailed("the learner has ended, and with it the weights")
-                display.line(f"failed after step {run.step}, saved {_save(job)}")
-            except Exception as error:  # the one that is being handled matters more
-                text = next(iter(str(error).splitlines()), type(error).__name__)
-                display.line(f"failed after step {run.step}, not saved: {text}")
+        folder: Path | None = None
+        text = "interrupted"
+        try:  # what comes up here matters less than the failure that is being handled
+            if not job.learner.actors:
+                raise RunFailed("the learner has ended, and with it the weights")
+            with uninterrupted("saving the finished steps"):
+                folder = _save(job)
+        except KeyboardInterrupt:
+            pass
+        except Exception as error:
+            text = next(iter(str(error).splitlines()), type(error).__name__)
+        outcome = f"saved {folder}" if folder else f"not saved: {text}"
+        display.line(f"failed after step {run.step}, {outcome}")
     _way_on(job)
 
 
@@ -244,7 +253,7 @@ def _record(
     nothing = 0 < learned_from == flat
     seconds = display.take_seconds()
     total = sum(seconds.get(name, 0.0) for name in ("rollout", "learn", "sync"))
-    success = sum(t.success for t in played) / max(len(rewards), 1)
+    success = sum(t.success for t in played) / len(rewards) if rewards else math.nan
     if nothing:
         display.line(f"step {run.step}: no group had reward variance, nothing to learn from")
     if result.bad_tensor is not None:
@@ -262,7 +271,7 @@ def _record(
         run.step,
         {
             "train/success": success,
-            "train/reward": sum(rewards) / max(len(rewards), 1),
+            "train/reward": sum(rewards) / len(rewards) if rewards else math.nan,
             "train/groups": len(groups),
             "train/groups_without_variance": flat,
             "train/groups_stale": stale,
@@ -305,10 +314,14 @@ def _evaluate(job: Job) -> Evaluation:
 def _save(job: Job) -> Path:
     """A complete checkpoint of this moment."""
     run = job.run
+    if run.saved is not None and run.saved.state.step == run.step:
+        return run.saved.folder
 
     def write(folder: Path) -> None:
         job.learner.save_policy(folder, replace(run.stage, parent=run.config.policy))
         job.learner.save(folder / "state")
 
     with job.display.phase("save"):
-        return checkpoints.save(run.folder, run.state, write, run.config.keep)
+        folder = checkpoints.save(run.folder, run.state, write, run.config.keep)
+    run.saved = Found(folder, run.state)
+    return folder

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from farhorizon.configs.errors import RunFailed
 from farhorizon.launch.checkpoints import RunState, newest, save, scan
 
 
@@ -69,10 +70,11 @@ def test_damaged_checkpoints_are_skipped(tmp_path: Path, damage: str) -> None:
     assert scan(tmp_path)[1] == [folder]
 
 
-def test_saving_the_same_step_twice_keeps_the_first(tmp_path: Path) -> None:
+def test_a_step_that_is_there_is_anothers(tmp_path: Path) -> None:
     first = save(tmp_path, state(1), fill, keep=1)
     stamp = (first / "model.safetensors").stat().st_mtime_ns
-    assert save(tmp_path, state(1), fill, keep=1) == first
+    with pytest.raises(RunFailed, match=r"step-000001: another process has saved this step"):
+        save(tmp_path, state(1), fill, keep=1)
     assert (first / "model.safetensors").stat().st_mtime_ns == stamp
 
 

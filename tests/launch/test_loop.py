@@ -17,11 +17,12 @@ from farhorizon.configs.load import dump_config
 from farhorizon.configs.schema import AlgorithmConfig, EnvConfig, LearnerConfig, TrainConfig
 from farhorizon.envs.types import StopReason, Task
 from farhorizon.launch import train
-from farhorizon.launch.checkpoints import newest
+from farhorizon.launch.checkpoints import RunState, newest, save
 from farhorizon.launch.interrupt import GivenUp
 from farhorizon.launch.prepare import prepare
 from farhorizon.launch.progress import Display
 from farhorizon.launch.record import Recorder
+from farhorizon.launch.report import curve_points, unchanged_line
 from farhorizon.policy.weights import PolicyVersion
 from farhorizon.rl.algorithms import make_algorithm
 from farhorizon.rl.batch import samples_of_groups
@@ -70,7 +71,7 @@ class Learner:
     def update(self, groups: Sequence[Group]) -> UpdateResult:
         if len(self.rates) == self.stops_at:
             self.actors = ()
-            raise UserError("learner: 3 optimizer steps in a row had a gradient that is not finite")
+            raise RunFailed("learner: 3 optimizer steps in a row had a gradient that is not finite")
         skipped = len(self.rates) in self.skips
         self.version += not skipped
         metrics = {"skipped_steps": 1.0, "groups": 2.0, "groups_without_variance": 1.0}
@@ -233,6 +234,87 @@ def test_a_failed_episode_is_told_with_its_place(
     assert f"step 0: {line}" in capsys.readouterr().out.splitlines()
 
 
+def test_a_step_whose_episodes_all_failed_has_no_reward(start: Start) -> None:
+    job = start(Pool(), steps=1)
+    failed = Trajectory("t", 0, (), (), None, False, StopReason.ERROR, 0, "gone")
+    result = UpdateResult({"groups": 1.0, "groups_without_variance": 1.0}, 0, skipped=True)
+    job.run.step = 1
+    train._record(job, [Group("t", (failed,))], RolloutStats(errors=1), result, 0, 0)
+    (row,) = job.recorder.rows
+    assert row["train/reward"] is row["train/success"] is None
+    assert curve_points([row]) == ([], [])
+    assert "0 of 1 steps changed the policy" in str(unchanged_line([row]))
+
+
+def test_a_step_that_cannot_be_sent_is_recorded_and_saved(start: Start) -> None:
+    pool: Any = Pool()
+    job = start(pool)
+
+    def refused(publication: None) -> None:
+        raise RunFailed("the digest of lm_head.weight differs")
+
+    pool.sync = refused
+    with pytest.raises(RunFailed, match="digest"):
+        train._play(job)
+    assert [row["step"] for row in job.recorder.rows] == [1]
+    assert (job.run.folder / "rollouts" / "step-1.jsonl").exists()
+    found = newest(job.run.folder)
+    assert found is not None and found.state.step == 1
+
+
+BUSY = """
+from pathlib import Path
+
+from farhorizon.envs import register
+from farhorizon.envs.echo import Echo
+from farhorizon.launch.checkpoints import RunState, newest, save
+
+
+class Busy(Echo):
+    \"\"\"Another process finishes a step of the run while this one looks at its environment.\"\"\"
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = Path(run)
+
+    def reset(self, **keywords):
+        if newest(self.run) is None:
+            save(self.run, RunState(1, 2, ""), self.fill, 1)
+            (self.run / "metrics.jsonl").write_text("mine")
+        return super().reset(**keywords)
+
+    def fill(self, folder):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+
+register("busy-v0", Busy)
+"""
+
+
+def test_a_run_that_went_on_meanwhile_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
+    plugin, run = tmp_path / "busy_plugin.py", tmp_path / "run"
+    plugin.write_text(BUSY)
+    env = EnvConfig(id="busy-v0", kwargs={"run": str(run)}, plugins=(str(plugin),))
+    config = TrainConfig(policy=str(checkpoint), output=str(run), context=64, steps=3, env=env)
+    with pytest.raises(UserError, match=f"^output {run}: another process worked in it meanwhile"):
+        train.train(config)
+    found = newest(run)
+    assert found is not None and found.state.step == 1
+    assert (run / "metrics.jsonl").read_text() == "mine"
+
+
+def test_the_checkpoint_of_another_process_is_not_taken_for_the_runs_own(start: Start) -> None:
+    job = start(Pool(), steps=1, save_every=1)
+    folder = job.run.folder
+    learner: Any = job.learner
+    save(folder, RunState(1, 2, ""), lambda path: learner.save_policy(path, None), 1)
+    with pytest.raises(RunFailed, match="another process has saved this step meanwhile"):
+        train._play(job)
+    found = newest(folder)
+    assert found is not None and found.state.config == ""
+
+
 def test_a_context_that_cuts_most_episodes_is_told(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,7 +348,7 @@ def test_a_learner_that_stops_the_run_leaves_a_way_on(
     job = start(Pool(), steps=9, save_every=save_every)
     learner: Any = job.learner
     learner.stops_at = 4
-    with pytest.raises(UserError, match="3 optimizer steps in a row"):
+    with pytest.raises(RunFailed, match="3 optimizer steps in a row"):
         train._play(job)
     found = newest(job.run.folder)
     assert (found.state.step if found else None) == newest_step
@@ -318,6 +400,40 @@ def test_a_step_that_is_given_up_is_not_saved(
         f"checkpoint  {found.folder}",
         f"resume      farhorizon train {job.run.folder}/config.yaml steps=3",
     ]
+
+
+@pytest.mark.parametrize("presses", [1, 3])
+def test_ctrl_c_while_a_failing_run_is_saved_hides_no_failure(
+    start: Start, capsys: pytest.CaptureFixture[str], presses: int
+) -> None:
+    job = start(Pool(failing=2))
+    learner: Any = job.learner
+    save = learner.save
+
+    def slow(folder: Path) -> None:
+        for _ in range(presses):
+            press()
+        save(folder)
+
+    learner.save = slow
+    with pytest.raises(RunFailed, match="9 of 9 episodes failed"):
+        train._play(job)
+    found = newest(job.run.folder)
+    assert (found is not None) == (presses < 3)
+    outcome = f"saved {found.folder}" if found else "not saved: interrupted"
+    assert capsys.readouterr().out.splitlines()[-3] == f"failed after step 1, {outcome}"
+
+
+def test_ctrl_c_before_it_is_saved(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    job = start(Pool(), steps=1)
+    learner: Any = job.learner
+
+    def early(folder: Path, stage: Any) -> None:
+        raise KeyboardInterrupt
+
+    learner.save_policy = early
+    train._stop(job, KeyboardInterrupt())
+    assert capsys.readouterr().out.splitlines()[0] == "stopped at once after step 0, not saved"
 
 
 @pytest.mark.parametrize("presses", [0, 1, 3])

@@ -50,7 +50,7 @@ def save_run(config: TrainConfig, step: int) -> Path:
 
 def test_fresh_run(config: TrainConfig, checkpoint: Path) -> None:
     run = prepare(config)
-    assert (run.step, run.tasks, run.resumed, run.notes) == (0, 0, None, [])
+    assert (run.step, run.tasks, run.saved, run.notes) == (0, 0, None, [])
     assert run.checkpoint == checkpoint
     assert run.stage.tokens_seen == 1000
     assert not run.folder.exists()
