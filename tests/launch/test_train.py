@@ -6,14 +6,17 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from farhorizon.configs.errors import RunFailed, UserError
-from farhorizon.configs.load import load_config
+from farhorizon.configs.errors import RunFailed
+from farhorizon.configs.load import dump_config, load_config
 from farhorizon.configs.schema import EnvConfig, LearnerConfig, RolloutConfig, TrainConfig
 from farhorizon.launch.checkpoints import newest, scan
 from farhorizon.launch.evaluate import evaluate
@@ -186,6 +189,40 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     assert f"farhorizon train {config.output}/config.yaml" in text
 
 
+def test_sigterm_saves_and_says_how_to_go_on(base: TrainConfig, tmp_path: Path) -> None:
+    """Of a command that a shell started in the background, with SIGINT ignored."""
+    file, run = tmp_path / "run.yaml", tmp_path / "run"
+    config = replace(base, output=str(run), steps=500, save_every=0, eval_episodes=0)
+    file.write_text(dump_config(config))
+    command = [sys.executable, "-m", "farhorizon.launch.cli", "train", str(file)]
+    with subprocess.Popen(
+        ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("step 2/"):
+                    break
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.terminate()
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 143, err
+    assert "Traceback" not in err and "SIGTERM" not in err
+    found = newest(run)
+    assert found is not None and found.state.step >= 2
+    assert out.splitlines()[-2:] == [
+        f"interrupted after step {found.state.step}, saved {found.folder}",
+        f"resume      farhorizon train {run}/config.yaml steps=500",
+    ]
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+
+
 def test_steps_without_reward_variance_are_skipped_and_counted(
     finished: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,7 +340,7 @@ def test_a_learner_that_stops_the_run_names_the_checkpoint_to_go_on_from(
     config = replace(finished, output=str(tmp_path / "burst"), steps=1, eval_episodes=0)
     assert train(config) == 0
     learner = LearnerConfig(lr=1e30, minibatches=2, max_skipped_steps=1)
-    with pytest.raises(UserError, match=r"not finite.*learner\.max_skipped_steps is 1"):
+    with pytest.raises(RunFailed, match=r"not finite.*learner\.max_skipped_steps is 1"):
         train(replace(config, steps=3, learner=learner))
     found = newest(Path(config.output))
     assert found is not None and found.state.step == 1

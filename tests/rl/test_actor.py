@@ -182,7 +182,7 @@ def test_an_infinite_gradient_is_named_and_stops_the_run(
         ]
         result = made.update(broken)
         assert result.skipped and result.version == 0 and result.bad_tensor is not None
-        with pytest.raises(UserError, match="2 optimizer steps in a row"):
+        with pytest.raises(RunFailed, match="2 optimizer steps in a row"):
             made.update(broken)
     finally:
         made.close()
