@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..configs.errors import UserError
+from ..configs.errors import RunFailed
 from ..configs.schema import LearnerConfig
 from .algorithms import LossFunction
 from .engine import Engine
@@ -35,10 +35,11 @@ class Learner:
 
     def update(self, steps: Sequence[Share], loss: LossFunction) -> UpdateResult:
         """One optimizer step per share of this rank; metrics are means over the applied steps, or
-        over all where none was.
+        over all where none was, and largest values if their name ends so. ``log_ratio_first`` is
+        that of the first step, before any of them changed the weights.
 
         A step whose gradient is not finite changes nothing: weights, moments, learning rate
-        schedule, thresholds and version stay. UserError after ``max_skipped_steps`` of them in
+        schedule, thresholds and version stay. RunFailed after ``max_skipped_steps`` of them in
         a row.
         """
         metrics: list[dict[str, float]] = []
@@ -49,9 +50,11 @@ class Learner:
             bad_tensor = bad_tensor or bad
         applied = [values for values in metrics if values["skipped_steps"] == 0]
         self.version += bool(applied)
-        mean = {k: float(np.mean([m[k] for m in applied or metrics])) for k in metrics[0]}
-        mean["skipped_steps"] = len(metrics) - len(applied)
-        return UpdateResult(mean, self.version, not applied, bad_tensor)
+        result = {k: _combined(k, [m[k] for m in applied or metrics]) for k in metrics[0]}
+        result["skipped_steps"] = len(metrics) - len(applied)
+        if "log_ratio_abs" in metrics[0]:
+            result["log_ratio_first"] = metrics[0]["log_ratio_abs"]
+        return UpdateResult(result, self.version, not applied, bad_tensor)
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         """Log-probs of tokens 1..n-1 of one sequence at the run's temperature, fp32 [n - 1].
@@ -109,7 +112,7 @@ class Learner:
     def _skipped(self, bad_tensor: str | None) -> None:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.config.max_skipped_steps:
-            raise UserError(
+            raise RunFailed(
                 f"learner: {self.skipped_in_a_row} optimizer steps in a row had a gradient that "
                 f"is not finite, first in {bad_tensor}, and learner.max_skipped_steps is "
                 f"{self.config.max_skipped_steps}; lower learner.lr or look at the rewards"
@@ -168,6 +171,10 @@ class Learner:
     def _tensor(self, array: np.ndarray) -> Tensor:
         # a copy: arrays that Ray shares are read-only
         return torch.tensor(array, device=self.engine.device)
+
+
+def _combined(name: str, values: Sequence[float]) -> float:
+    return float(np.max(values) if name.endswith("_max") else np.mean(values))
 
 
 def _positions(batch: MicroBatch) -> np.ndarray:

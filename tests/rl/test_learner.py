@@ -153,6 +153,18 @@ def test_an_infinite_gradient_changes_nothing(played: Path, ranks: int, stage: i
     assert "3 optimizer steps in a row" in got["stopped"] and "mix.weight" in got["stopped"]
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_largest_of_several_steps_is_reported_and_the_first_ratio(
+    played: Path, ranks: int
+) -> None:
+    together, first, second = results(played, ranks, "minibatches")
+    for name in ("log_ratio_max", "expert_load_max"):
+        assert first[name] != second[name]
+        assert together[name] == max(first[name], second[name]), name
+    assert together["loss"] == (first["loss"] + second["loss"]) / 2
+    assert together["log_ratio_first"] == first["log_ratio_abs"] != second["log_ratio_abs"]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_resuming_continues_bit_for_bit(played: Path, ranks: int, stage: int) -> None:

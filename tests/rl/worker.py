@@ -23,7 +23,7 @@ from fake_policy import FakePolicy
 from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
-from farhorizon.configs.errors import UserError
+from farhorizon.configs.errors import RunFailed
 from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.moe import Router
@@ -170,7 +170,7 @@ def skipped(out: dict[str, Any]) -> None:
             for _ in range(3):
                 own.update([share(3, PACKED)], LOSS)
             entry["stopped"] = None
-        except UserError as error:
+        except RunFailed as error:
             entry["stopped"] = str(error)
         out[f"skip-{stage}"] = entry
 
@@ -202,6 +202,15 @@ def resumed(out: dict[str, Any]) -> None:
             "versions": [r.version for r in results],
             "crossed": max(float((mine[n] - other[n]).abs().max()) for n in mine),
         }
+
+
+def minibatches(out: dict[str, Any]) -> None:
+    """Two optimizer steps in one update, and the same two in updates of their own."""
+    steps = [share(step, PACKED, 64) for step in range(2)]
+    together = learner(tiny_policy(), 0, grad_clip=0.1).update(steps, LOSS)
+    own = learner(tiny_policy(), 0, grad_clip=0.1)
+    apart = [own.update([step], LOSS) for step in steps]
+    out["minibatches"] = [result.metrics for result in (together, *apart)]
 
 
 def counting(out: dict[str, Any]) -> None:
@@ -339,6 +348,7 @@ SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     accumulated,
     skipped,
     resumed,
+    minibatches,
     counting,
     recomputed,
     silent,
