@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,10 +22,18 @@ from ..policy.tokenizer import load_tokenizer
 from ..rollout.actor import RolloutPool
 from ..rollout.types import Group
 from .cluster import check_gpus, cluster
+from .files import write_whole
 from .origin import evaluation_defaults
-from .prepare import changes, check_first_prompt, check_writable, find_checkpoint
+from .prepare import (
+    changes,
+    check_first_prompt,
+    check_unused,
+    check_writable,
+    find_checkpoint,
+)
 from .report import Evaluation, context_line, wilson
 
+TRIES = 3  # to load a checkpoint of a run at work before it is removed
 # What a success rate is of, beside checkpoint, seed and episodes, which the file holds.
 JUDGED = (
     *("env.id", "env.kwargs", "context"),
@@ -33,12 +44,75 @@ JUDGED = (
 def evaluate(path: str, overrides: list[str]) -> int:
     """Evaluate what ``path`` names, print a table and write a JSON file; returns 0.
 
-    Settings that are not given are those of what made the checkpoint: `evaluation_defaults`.
+    Settings that are not given are those of what made the checkpoint: `evaluation_defaults`. A run
+    at work may remove the checkpoint before it is loaded: then its next one is taken.
     """
-    checkpoint = find_checkpoint(path).absolute()
-    defaults = evaluation_defaults(checkpoint, overrides)
-    config = override_config(defaults, overrides)
+    for _ in range(TRIES):
+        checkpoint = find_checkpoint(path).absolute()
+        try:
+            return _evaluate(path, checkpoint, overrides)
+        except _Removed:
+            print(f"{checkpoint}: removed by its run before it was loaded", flush=True)
+    raise RunFailed(
+        f"{path}: the run at work there removes checkpoints sooner than they are loaded; wait for "
+        "it, or let it keep more of them"
+    )
+
+
+def _evaluate(path: str, checkpoint: Path, overrides: list[str]) -> int:
+    with _loading(checkpoint, of_run=checkpoint != Path(path).absolute()):
+        defaults = evaluation_defaults(checkpoint, overrides)
+        config = override_config(defaults, overrides)
+        env, context, file = _check(path, checkpoint, defaults, config)
+    with cluster(config.ray_address):
+        check_gpus(config.ray_address, config.rollout)
+        with _loading(checkpoint, of_run=checkpoint != Path(path).absolute()):
+            pool = RolloutPool(
+                str(checkpoint),
+                env,
+                config.rollout,
+                context,
+                config.seed,
+                visible_context=config.visible_context,
+            )
+        try:
+            result, groups = measure(
+                pool, env, config.episodes, config.seed, str(checkpoint), greedy=config.greedy
+            )
+        finally:
+            pool.close()
+    _print_table(result, groups, env, context, config)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(asdict(result), indent=2) + "\n")
+    except OSError as error:
+        raise RunFailed(f"output {file}: cannot be written ({error.strerror})") from None
+    print(f"written {file}")
+    return 0
+
+
+class _Removed(Exception):
+    """The run that made a checkpoint removed it before it was loaded."""
+
+
+@contextmanager
+def _loading(checkpoint: Path, of_run: bool) -> Iterator[None]:
+    """Around what reads the checkpoint; one that the user named by itself is not searched again."""
+    try:
+        yield
+    except Exception:
+        if of_run and not (checkpoint / "run.json").exists():
+            raise _Removed from None
+        raise
+
+
+def _check(
+    path: str, checkpoint: Path, defaults: EvalConfig, config: EvalConfig
+) -> tuple[EnvConfig, int, Path]:
+    """Environment, context and output file; UserError for whatever does not fit."""
     check_bounds(config)
+    if config.rollout.keep_states and not defaults.rollout.keep_states:
+        check_unused("rollout", config.rollout, ["keep_states"], "an evaluation has one policy")
     if config.env is None:
         raise UserError(f"{path} belongs to no run with an environment: name one, env.id=...")
     env = resolve_plugins(config.env)
@@ -52,27 +126,9 @@ def evaluate(path: str, overrides: list[str]) -> int:
     check_writable(file.absolute().parent)
     if file.is_dir():
         raise UserError(f"output {file}: is a folder; name a file")
-    with cluster(config.ray_address):
-        check_gpus(config.ray_address, config.rollout)
-        pool = RolloutPool(
-            str(checkpoint),
-            env,
-            config.rollout,
-            context,
-            config.seed,
-            visible_context=config.visible_context,
-        )
-        try:
-            result, groups = measure(
-                pool, env, config.episodes, config.seed, str(checkpoint), greedy=config.greedy
-            )
-        finally:
-            pool.close()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
-    _print_table(result, groups, env, context, config)
-    print(f"written {file}")
-    return 0
+    if file.exists() and not os.access(file, os.W_OK):
+        raise UserError(f"output {file}: is read-only; name another file, output=FILE.json")
+    return env, context, file
 
 
 def measure(

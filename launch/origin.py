@@ -6,9 +6,9 @@ import shlex
 from pathlib import Path
 
 from ..configs.errors import UserError
-from ..configs.load import load_config
+from ..configs.load import config_keys, load_config, parse_config
 from ..configs.schema import EnvConfig, EvalConfig, SftConfig, StageConfig, TrainConfig
-from ..policy.records import STAGE_FILE
+from ..policy.records import STAGE_FILE, read_json
 from .stage_data import stage_env
 from .stage_record import stage_folders
 
@@ -19,11 +19,10 @@ def evaluation_defaults(checkpoint: Path, overrides: list[str]) -> EvalConfig:
     A folder may come from somebody else: code that its config names is run only when the command
     line names it too. An environment that the command line replaces brings no arguments along.
     """
-    found = _config_file(checkpoint)
+    found = _maker(checkpoint)
     if found is None:
         return EvalConfig()
-    file, schema = found
-    made = load_config(schema, str(file), [])
+    file, made = found
     env = _environment(made, checkpoint)
     if env is not None:
         if any(text.startswith("env.id=") and text != f"env.id={env.id}" for text in overrides):
@@ -44,20 +43,22 @@ def evaluation_defaults(checkpoint: Path, overrides: list[str]) -> EvalConfig:
     )
 
 
-def _config_file(
-    checkpoint: Path,
-) -> tuple[Path, type[TrainConfig] | type[StageConfig] | type[SftConfig]] | None:
-    """The stored config of what made a checkpoint, and its kind; None for one from elsewhere."""
-    around = checkpoint.parent.parent / "config.yaml"
-    if around.is_file():
-        if checkpoint.parent.name == "checkpoints" and (checkpoint / "run.json").is_file():
-            return around, TrainConfig
-        if checkpoint.parent.name == "stages" and (checkpoint / STAGE_FILE).is_file():
-            return around, StageConfig
-    beside = checkpoint / "config.yaml"
-    if beside.is_file() and (checkpoint / STAGE_FILE).is_file():
-        return beside, StageConfig if (checkpoint / "stages").is_dir() else SftConfig
-    return None
+def _maker(checkpoint: Path) -> tuple[Path, TrainConfig | StageConfig | SftConfig] | None:
+    """The settings of what made a checkpoint, and their file; None for one from elsewhere."""
+    run = checkpoint / "run.json"
+    if checkpoint.parent.name == "checkpoints" and run.is_file():
+        # As a run that goes on does: its config.yaml is there to be edited.
+        text = str(read_json(run).get("config", ""))
+        return run, parse_config(TrainConfig, text, f"in {run}")
+    if not (checkpoint / STAGE_FILE).is_file():
+        return None
+    around, beside = checkpoint.parent.parent / "config.yaml", checkpoint / "config.yaml"
+    if checkpoint.parent.name == "stages" and around.is_file():
+        return around, load_config(StageConfig, str(around), [])
+    if not beside.is_file():
+        return None
+    schema = StageConfig if "stages" in config_keys(beside) else SftConfig
+    return beside, load_config(schema, str(beside), [])
 
 
 def _environment(made: TrainConfig | StageConfig | SftConfig, checkpoint: Path) -> EnvConfig | None:

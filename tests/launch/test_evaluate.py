@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +24,11 @@ from farhorizon.configs.schema import (
     TrainConfig,
 )
 from farhorizon.envs.types import StopReason
+from farhorizon.launch import checkpoints
+from farhorizon.launch import evaluate as evaluate_command
 from farhorizon.launch.evaluate import evaluate, output_file, summarise
 from farhorizon.launch.origin import evaluation_defaults
+from farhorizon.rollout.actor import RolloutPool
 from farhorizon.rollout.types import Group, Segment, Trajectory
 
 EMPTY = np.zeros(0, np.float32), np.zeros(0, np.int32)
@@ -127,6 +132,9 @@ def test_stages_are_evaluated_at_their_horizon(stages: Path) -> None:
 
     folders = (stages, stages / "stages" / "3-32", stages / "stages" / "10-64")
     assert [turns(folder) for folder in folders] == [3, 1, 3]
+    alone = stages.with_name("alone")  # copied without the stages
+    shutil.copytree(stages, alone, ignore=shutil.ignore_patterns("stages"))
+    assert turns(alone) == 3
     other = evaluation_defaults(stages, ["env.id=even-v0"])
     assert other == EvalConfig(env=EnvConfig(id="echo-v0"), seed=5)
     with pytest.raises(
@@ -148,11 +156,12 @@ def test_a_warm_up_is_evaluated_on_its_demonstrations(checkpoint: Path, tmp_path
 def test_a_checkpoint_of_a_run_has_its_settings(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints" / "step-000001"
     shutil.copytree(checkpoint, folder)
-    (folder / "run.json").write_text("{}")
     env = EnvConfig(id="echo-v0", kwargs={"turns": 2})
     rollout = RolloutConfig(max_turn_tokens=3)
     config = TrainConfig(policy="p", env=env, context=32, seed=7, rollout=rollout)
-    (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
+    (folder / "run.json").write_text(json.dumps({"config": dump_config(config)}))
+    edited = replace(config, env=EnvConfig(id="archive-v0"), seed=8)
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(edited))
     expected = EvalConfig(env=env, seed=7, context=32, rollout=rollout)
     assert evaluation_defaults(folder, []) == expected
 
@@ -174,6 +183,93 @@ def test_a_folder_in_the_place_of_the_file_is_told_first(checkpoint: Path, tmp_p
     (tmp_path / "x.json").mkdir()
     with pytest.raises(UserError, match=r"^output .*x\.json: is a folder; name a file$"):
         evaluate(str(checkpoint), ["env.id=echo-v0", f"output={tmp_path}/x.json"])
+
+
+def test_a_file_that_cannot_be_written_is_told_first(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "x.json"
+    file.write_text("{}")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != file)  # root may write all
+    with pytest.raises(UserError, match=r"^output .*x\.json: is read-only; name another file"):
+        evaluate(str(checkpoint), ["env.id=echo-v0", f"output={file}"])
+    assert file.read_text() == "{}"
+
+
+def test_settings_without_effect_are_told(checkpoint: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"^rollout\.keep_states=true would have no effect: an eval"
+    ):
+        evaluate(str(checkpoint), ["env.id=echo-v0", "rollout.keep_states=true"])
+
+
+def test_figures_are_shown_before_they_are_written(
+    checkpoint: Path, tmp_path: Path, ray_local: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder takes the place of the half-written file while the evaluation runs."""
+    (tmp_path / "x.json.partial").mkdir()
+    settings = ["env.id=echo-v0", "episodes=2", f"output={tmp_path}/x.json"]
+    with pytest.raises(
+        RunFailed, match=r"^output .*/x\.json: cannot be written \(Is a directory\)$"
+    ):
+        evaluate(str(checkpoint), settings)
+    assert "0/2 = 0.000" in capsys.readouterr().out
+
+
+def save_step(checkpoint: Path, run: Path, step: int) -> Path:
+    def write(folder: Path) -> None:
+        shutil.copytree(checkpoint, folder)
+
+    config = TrainConfig(policy="p", env=EnvConfig(id="echo-v0"), context=32)
+    return checkpoints.save(run, checkpoints.RunState(step, 0, dump_config(config)), write, keep=1)
+
+
+def test_a_checkpoint_that_its_run_removes_is_searched_again(
+    checkpoint: Path,
+    tmp_path: Path,
+    ray_local: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = save_step(checkpoint, tmp_path, 1)
+
+    class Late(RolloutPool):
+        """By the time that the first one starts, the run has gone on."""
+
+        def __init__(self, folder: str, *arguments: Any, **settings: Any) -> None:
+            if first.exists():
+                save_step(checkpoint, tmp_path, 2)
+            super().__init__(folder, *arguments, **settings)
+
+    monkeypatch.setattr(evaluate_command, "RolloutPool", Late)
+    assert evaluate(str(tmp_path), ["episodes=2"]) == 0
+    assert f"{first}: removed by its run before it was loaded" in capsys.readouterr().out
+    second = tmp_path / "checkpoints" / "step-000002"
+    assert json.loads((tmp_path / "eval.json").read_text())["checkpoint"] == str(second)
+
+
+def test_a_run_before_its_first_checkpoint_is_told(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    with pytest.raises(UserError, match=r"the run has no complete checkpoint yet$"):
+        evaluate(str(tmp_path), [])
+
+
+def test_a_run_that_removes_checkpoints_all_the_time_is_told(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = iter(range(2, 9))
+    save_step(checkpoint, tmp_path, 1)
+
+    def late(folder: Path, overrides: list[str]) -> EvalConfig:
+        save_step(checkpoint, tmp_path, next(steps))
+        return evaluation_defaults(folder, overrides)
+
+    monkeypatch.setattr(evaluate_command, "evaluation_defaults", late)
+    with pytest.raises(RunFailed, match="removes checkpoints sooner than they are loaded; wait"):
+        evaluate(str(tmp_path), [])
+    assert next(steps) == 2 + evaluate_command.TRIES
+    with pytest.raises(UserError, match="no such"):  # named by itself, it is what it is
+        evaluate(str(tmp_path / "checkpoints" / "step-000001"), [])
 
 
 @pytest.mark.parametrize(
