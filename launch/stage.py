@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from ..policy.records import StageRecord, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..rl.actor import LearnerGroup
 from .cluster import check_gpus, cluster
-from .files import sole_user
+from .files import sole_user, write_whole
 from .fresh import policy_presets, starting_checkpoint
 from .prepare import check_unused, check_writable
 from .report import skipped_line
@@ -93,7 +94,7 @@ def _run_stages(config: StageConfig, output: Path) -> Path:
     fixed = fixed_text(config, chat)
     stored = output / "config.yaml"
     (output / "stages").mkdir(parents=True, exist_ok=True)
-    stored.write_text(dump_config(config), encoding="utf-8")
+    write_whole(stored, dump_config(config))
     if finished:
         print(f"stage: goes on from {start}, {len(finished)} of {len(config.stages)} stages done")
     recorder = StageRecorder(output, len(config.stages), sum(map(len, fixed)), len(finished))
@@ -101,7 +102,8 @@ def _run_stages(config: StageConfig, output: Path) -> Path:
         if len(finished) < len(config.stages):
             start = _train_stages(config, start, len(finished), chat, fixed, recorder)
     except KeyboardInterrupt:
-        print(f"stage: interrupted; what goes on from the newest stage: farhorizon stage {stored}")
+        again = shlex.join(["farhorizon", "stage", str(stored)])
+        print(f"stage: interrupted; what goes on from the newest stage: {again}")
         raise
     shutil.rmtree(untrained, ignore_errors=True)
     recorder.require_smooth()
@@ -306,6 +308,10 @@ def _check(config: StageConfig, output: Path) -> None:
             raise UserError(
                 f"stages[{number}].context={stage.context} is shorter than that of "
                 "the stage before; contexts only grow"
+            )
+        if config.env is None and stage.env_kwargs:
+            raise UserError(
+                f"stages[{number}].env_kwargs={stage.env_kwargs} would have no effect: env is null"
             )
     if (output / "stage.json").exists():
         raise UserError(f"output {output}: holds a finished checkpoint; choose another output")

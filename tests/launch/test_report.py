@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from farhorizon.launch.report import (
     context_line,
     curve_points,
     draw_curve,
+    evaluate_line,
+    resume_line,
     unchanged_line,
     wilson,
 )
@@ -52,6 +55,14 @@ def evaluation(success: float, low: float, high: float) -> Evaluation:
         seed=0,
         checkpoint="c",
     )
+
+
+def test_command_lines_survive_a_shell() -> None:
+    run = Path("a run's")
+    assert shlex.split(resume_line(run, 4)) == [
+        *("farhorizon", "train", "a run's/config.yaml", "steps=4")
+    ]
+    assert shlex.split(evaluate_line(run, [])) == ["farhorizon", "eval", "a run's"]
 
 
 def test_closing_lines_say_whether_intervals_are_apart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from farhorizon.envs.registry import tasks
 from farhorizon.launch import stage as stage_command
 from farhorizon.launch.fresh import starting_checkpoint
 from farhorizon.launch.stage import learning_rate, run_stages
+from farhorizon.launch.stage_data import check_episodes
 from farhorizon.launch.stage_record import StageRecorder, StageStep, Transition, stage_folders
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.checkpoint import load_checkpoint
@@ -254,7 +256,7 @@ def test_overlong_episodes_are_left_out_and_counted(
     )
     chat = ChatFormat(load_tokenizer(checkpoint))
     for seed in range(8):
-        stage_command._check_episodes(replace(config, seed=seed), 0, chat)
+        check_episodes(replace(config, seed=seed), 0, chat)
     learner, recorder = Learner(), StageRecorder(Path(config.output), 1, 0)
     stage_command._train_stage(stage_command._Run(config, learner, chat, [], recorder, 0), 0)  # type: ignore[arg-type]
     rows = [json.loads(line) for line in (recorder.output / "metrics.jsonl").open()]
@@ -276,7 +278,7 @@ def check_going_on(config: StageConfig, finished: Path, capsys: pytest.CaptureFi
     lines = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
     (killed / "metrics.jsonl").write_text("".join(lines[:8]) + lines[8][:20])
     with pytest.raises(UserError, match="stages of a run with another seed, env; choose another"):
-        run_stages(replace(config, output=str(killed), seed=1, env=None))
+        run_stages(replace(config, output=str(killed), seed=1, env=EnvConfig(id="uneven-v0")))
     run_stages(replace(config, output=str(killed)))
     assert f"goes on from {killed}/stages/1-32, 1 of 2 stages done" in capsys.readouterr().out
     rows = [json.loads(line) for line in (killed / "metrics.jsonl").open()]
@@ -336,21 +338,26 @@ def test_ctrl_c_prints_the_command_that_goes_on(
     def interrupted(*arguments: object) -> Path:
         raise KeyboardInterrupt
 
+    config = replace(config, output=f"{config.output} of two")
     output = killed_in_the_second_stage(config, transition(tokens=50))
     monkeypatch.setattr(stage_command, "_train_stages", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_stages(config)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.endswith(f"farhorizon stage {output}/config.yaml")
-    assert load_config(StageConfig, last.split()[-1], []) == config
+    assert shlex.split(last)[-3:] == ["farhorizon", "stage", f"{output}/config.yaml"]
+    assert load_config(StageConfig, shlex.split(last)[-1], []) == config
 
 
 def killed_in_the_second_stage(config: StageConfig, switch: Transition) -> Path:
     """The folder of such a run, made without training; its parts are told by `check_going_on`."""
     output = Path(config.output)
     start = starting_checkpoint(config, output / "stages" / "1-32")
-    fields = json.loads((start / "stage.json").read_text())
-    (start / "stage.json").write_text(json.dumps(fields | {"context": 32, "stages": [32]}))
+    for name, trained in (
+        ("stage.json", {"context": 32, "stages": [32]}),
+        ("config.json", {"max_position_embeddings": 32}),
+    ):
+        fields = json.loads((start / name).read_text())
+        (start / name).write_text(json.dumps(fields | trained))
     (output / "config.yaml").write_text(dump_config(config))
     recorder = StageRecorder(output, stages=2, fixed_tokens=100)
     recorder.step(StageStep(1, 32, 1, 1, 100, 2.0, 1e-3, 1.0, 1.1, 0.0, 99.0))
@@ -385,6 +392,10 @@ def killed_in_the_second_stage(config: StageConfig, switch: Transition) -> Path:
             r"stages\[1\]: env: a demonstration is longer than the context of 64",
         ),
         ({"episode_fraction": 1.5}, "between 0 and 1"),
+        (
+            {"env": None, "stages": (replace(STAGES[0], env_kwargs={"turns": 3}),)},
+            r"stages\[0\].env_kwargs={'turns': 3} would have no effect: env is null",
+        ),
     ],
 )
 def test_mistakes_are_told_in_one_line(config: StageConfig, changes: dict, message: str) -> None:
