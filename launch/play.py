@@ -18,14 +18,16 @@ from ..policy.tokenizer import ChatFormat
 from ..rollout.episode import run_groups
 from ..rollout.generator import NativeGenerator
 from ..rollout.types import Trajectory
-from .prepare import check_first_prompt, find_checkpoint
+from .prepare import check_first_prompt, check_unused, find_checkpoint
 
 TRAINED, GIVEN = ">", " "
+UNUSED = ("actors", "threads", "gpus", "concurrency", "keep_states", "max_error_fraction")
 
 
 def play(config: PlayConfig) -> int:
     """Print the held-out episode of ``config.seed``; returns 0."""
     check_bounds(config)
+    check_unused("rollout", config.rollout, UNUSED, "one episode is played, by this process")
     task = tasks(config.env.id, "heldout", 0, 1, config.seed)[0]
     if config.policy is None:
         _play_expert(make_config(config.env), task, config.rollout.max_turns)

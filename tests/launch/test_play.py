@@ -70,6 +70,14 @@ def test_an_episode_that_fails_under_a_policy_is_shown_and_told(
     assert "reward none  success False  turns 0  stop error" in capsys.readouterr().out
 
 
+def test_settings_without_effect_are_told() -> None:
+    config = PlayConfig(env=EnvConfig(id="echo-v0"), rollout=RolloutConfig(gpus=0.5))
+    with pytest.raises(
+        UserError, match=r"^rollout\.gpus=0\.5 would have no effect: one episode is"
+    ):
+        play(config)
+
+
 @pytest.mark.parametrize("threshold", [None, "1", True, float("nan")])
 def test_a_threshold_that_is_no_number_is_one_line(threshold: Any) -> None:
     class Odd(Echo):
