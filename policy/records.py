@@ -116,7 +116,8 @@ def missing_fields(fields: dict[str, Any]) -> list[str]:
 
 
 def read_stage(folder: str | Path) -> StageRecord:
-    """``stage.json``; where it is absent, ``max_position_embeddings`` is the trained context."""
+    """``stage.json``; where it is absent, ``max_position_embeddings`` is the trained context. Where
+    both say it they must agree."""
     file = Path(folder) / STAGE_FILE
     if not file.is_file():
         return StageRecord(read_config(folder).max_position_embeddings, (), 0, "")
@@ -129,7 +130,15 @@ def read_stage(folder: str | Path) -> StageRecord:
             raise UserError(f"{file}: {name}={fields[name]!r} must be {wanted}")
     known: dict[str, Any] = {name: fields[name] for name in _STAGE_FIELDS}
     known["stages"] = tuple(fields["stages"])
-    return StageRecord(**known)
+    record = StageRecord(**known)
+    config = Path(folder) / "config.json"
+    said = read_config(folder).max_position_embeddings if config.is_file() else record.context
+    if said != record.context:
+        raise UserError(
+            f"{file}: context={record.context}, but {config.name} beside it says "
+            f"max_position_embeddings={said}; correct the one that is wrong"
+        )
+    return record
 
 
 def check_context(folder: str | Path, context: int, allow_longer: bool) -> None:

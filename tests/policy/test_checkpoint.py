@@ -274,6 +274,17 @@ def test_a_longer_run_than_trained_is_refused(folder: Path) -> None:
         check_context(folder, 513, allow_longer=False)
 
 
+def test_two_files_that_say_another_context_are_refused(folder: Path) -> None:
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": 4096}))
+    with pytest.raises(UserError) as caught:
+        check_context(folder, 64, allow_longer=False)
+    assert str(caught.value) == (
+        f"{folder}/stage.json: context=512, but config.json beside it says "
+        "max_position_embeddings=4096; correct the one that is wrong"
+    )
+
+
 def test_an_incomplete_policy_is_not_saved(tmp_path: Path) -> None:
     weights = policy().state_dict()
     del weights[BIAS]
