@@ -218,8 +218,8 @@ def scan(
     driven: bool = True,
 ) -> None:
     """Second pass over ``sequences`` [N, 4], into ``kept`` (outputs; where they are wanted, U and
-    the states entering chunks) and ``last`` (final states). Without ``driven`` all values are 0, and
-    the state has as many of them as ``last``."""
+    the states entering chunks) and ``last`` (final states). Without ``driven`` all values are
+    0, and the state has as many of them as ``last``."""
     out, written, states = kept or (None, None, None)
     heads, count, size, width = prepared.kt.shape
     values = v.shape[2] if driven or last is None else last.shape[3]

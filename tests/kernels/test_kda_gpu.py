@@ -19,7 +19,7 @@ FLAGS: dict[str, Any] = {
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 # Relative error allowed against fp64 on the same 16-bit inputs. The last two are sums over tokens,
 # of terms that may cancel: their errors are relative to the larger of sum and terms.
-ALLOWED = {"q": 5e-3, "k": 5e-3, "v": 5e-3, "g": 6e-3, "beta": 6e-3, "A_log": 6e-3, "dt_bias": 6e-3}
+ALLOWED = {"q": 5e-3, "k": 5e-3, "v": 5e-3, "g": 6e-3, "beta": 6e-3, "A_log": 1e-2, "dt_bias": 6e-3}
 
 
 @pytest.fixture(autouse=True)
