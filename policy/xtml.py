@@ -25,6 +25,8 @@ from ..envs.types import Message, Role, ToolCall
 
 OPEN, CLOSE, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
 END_OF_MESSAGE = "<|end_of_msg|>"
+MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END = "<|media_begin|>", "<|media_content|>", "<|media_end|>"
+MEDIA_PAD = "<|media_pad|>"
 ROLES: tuple[str, ...] = get_args(Role)
 WORDS = (
     *("message", "think", "response", "tools", "call", "argument", "json", *ROLES),
