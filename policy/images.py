@@ -89,7 +89,7 @@ def prepare(image: Image | np.ndarray, rules: ImageRules) -> Patches:
         pixels = (image if isinstance(image, Image) else Image(image)).pixels
     except ValueError as error:
         raise UserError(str(error)) from None
-    size = fitted(*pixels.shape[:2], rules)
+    size = fitted(pixels.shape[0], pixels.shape[1], rules)
     if pixels.shape[:2] != (size.height, size.width):
         picture = Pillow.fromarray(np.ascontiguousarray(pixels))
         small = picture.resize((size.width, size.height), Pillow.Resampling.BICUBIC)

@@ -16,13 +16,14 @@ from ..kernels.attnres import mix
 from .attention import GatedMLA, RMSNorm
 from .config import PolicyConfig
 from .head import LanguageHead, PolicyOutput
+from .images import Placed, policy_inputs
 from .kda import KimiDeltaAttention, ShortConv
 from .layout import read_layout
 from .moe import DenseMLP, Experts, LatentMoE, Router
 from .packing import Packing
 from .state import DecodeState
 from .trainers import refuse, shifted_loss
-from .vision import NO_TOWER, PositionTable, Projector, VisionTower, placed, read_grids
+from .vision import NO_TOWER, PositionTable, Projector, VisionTower, blank, placed, read_grids
 
 
 class DecoderLayer(nn.Module):
@@ -287,7 +288,23 @@ class Policy(PreTrainedModel, GenerationMixin):
         not those of the grids."""
         if not self.sees_images:
             raise UserError(NO_TOWER)
-        return self.mm_projector(self.vision_tower(pixel_values, read_grids(grid_thws)))
+        grids = read_grids(grid_thws)
+        shown = (pixel_values, grids)
+        if not grids:  # ranks that have images wait for this one in the tower, and in its backward
+            shown = blank(self.vision_tower.config, pixel_values)
+        features = self.mm_projector(self.vision_tower(*shown))
+        return features if grids else features[:0]
+
+    def image_inputs(self, images: Sequence[Placed]) -> dict[str, Any]:
+        """What a training forward takes for the images of a packed batch, and what keeps step with
+        other ranks where it has none; nothing for a policy without a tower."""
+        rules = self.config.image_rules if self.sees_images else None
+        if rules is not None:
+            made = policy_inputs(images, rules)
+            return {n: v.to(self.device) if torch.is_tensor(v) else v for n, v in made.items()}
+        if images:
+            raise UserError(NO_TOWER)
+        return {}
 
     def prepare_inputs_for_generation(
         self,

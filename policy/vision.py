@@ -141,15 +141,7 @@ class VisionTower(nn.Module):
         self.encoder = TowerEncoder(config)
 
     def forward(self, pixel_values: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """``[P, 3, p, p]`` -> ``[M, merge * merge * W]``, images one after another.
-
-        Without any image it reads a blank one and gives none of its rows, so that the gradients
-        and collectives of ranks that have images find their match.
-        """
-        if not grids:
-            size, merge = self.config.patch_size, self.config.merge
-            blank = pixel_values.new_zeros(merge**2, 3, size, size)
-            return self(blank, [(1, merge, merge)])[:0]
+        """``[P, 3, p, p]`` -> ``[M, merge * merge * W]``, images one after another."""
         check_patches(pixel_values, grids, self.config)
         weight = self.patch_embed.proj.weight
         x = self.patch_embed(pixel_values.to(weight.device, weight.dtype), grids)
@@ -177,6 +169,12 @@ class Projector(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[M, merge * merge * W]`` -> ``[M, D]``."""
         return self.post_norm(self.proj(x))
+
+
+def blank(config: VisionConfig, like: Tensor) -> tuple[Tensor, list[Grid]]:
+    """Patches and grid of an image of one row, for what has to run where there is none."""
+    size, merge = config.patch_size, config.merge
+    return like.new_zeros(merge**2, 3, size, size), [(1, merge, merge)]
 
 
 def rotations(grids: Iterable[Grid], head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:

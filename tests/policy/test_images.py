@@ -24,7 +24,7 @@ from farhorizon.policy.images import (
     policy_inputs,
     prepare,
 )
-from farhorizon.policy.tokenizer import ChatFormat, train_tokenizer
+from farhorizon.policy.tokenizer import ChatFormat, control_id, train_tokenizer
 from farhorizon.policy.vision_config import ImageRules
 
 K3 = ImageRules(14, 2)
@@ -187,7 +187,7 @@ def test_an_image_is_rendered_with_its_size_and_rows() -> None:
     message = shown("user", "see ", images[0], " and ", images[1])
 
     def control(name: str) -> int:
-        return backend.token_to_id(name)
+        return control_id(tokenizer, name)
 
     def text(words: str) -> list[int]:
         return backend.encode(words, add_special_tokens=False).ids
