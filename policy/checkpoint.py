@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from ..configs.errors import UserError
+from .carried import has_tower
 from .config import PolicyConfig
 from .model import Policy
 from .published import saved_fields
@@ -32,12 +33,11 @@ from .records import (
     listed,
     one_line,
     read_config,
-    read_preprocessor,
     read_stage,
     write_json,
 )
 from .shards import INDEX_FILE, SINGLE_FILE, write_shard
-from .stored import has_tower, read_weights, stored_parts, tower_parts
+from .stored import read_weights, stored_parts
 from .tokenizer import END_OF_MESSAGE, MEDIA_PAD, load_tokenizer, tokenizer_sha256
 
 SHARD_BYTES = 4 * 10**9
@@ -98,7 +98,6 @@ def save_checkpoint(
     else:
         temporary.rename(folder)
     _flush(folder.parent)
-    config.remember_folder(folder, read_preprocessor(folder))  # older folders may be deleted
     return folder
 
 
@@ -136,8 +135,8 @@ def load_policy(
     """Only the policy of a folder, where ``dtype`` is None with the bits of its files; errors as
     `load_checkpoint`. Experts that are stored as MXFP4 are bfloat16 then, which holds them.
 
-    The vision tower is built only with ``vision``. Otherwise its tensors are not looked at; a save
-    copies them from ``folder``, which must then still be there.
+    The vision tower is built only with ``vision``. Otherwise its tensors are not looked at and stay
+    in their files, which the policy's configuration keeps open: a save copies them.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -241,8 +240,13 @@ def _parts(
         yield from stored_parts(name, tensor, config, export)
     if expected:
         raise ValueError(f"checkpoint: tensors missing: {listed(sorted(expected))}")
-    if not built:
-        yield from tower_parts(config)
+    if config.carried_tower is not None and not built:
+        yield from config.carried_tower
+    elif config.vision is not None and not built:
+        raise UserError(
+            "checkpoint: config.json has a vision_config, but the policy was made without a vision "
+            "tower; make it with vision=True, or without a vision_config"
+        )
 
 
 def _shapes(config: PolicyConfig, vision: bool) -> dict[str, torch.Size]:
@@ -253,7 +257,7 @@ def _shapes(config: PolicyConfig, vision: bool) -> dict[str, torch.Size]:
 
 def _write_preprocessor(folder: Path, config: PolicyConfig) -> None:
     """The rules for images as they were read, or as they hold for a new policy."""
-    rules = config.image_rules if config.folder is None else None
+    rules = config.image_rules if config.carried_tower is None else None
     if config.preprocessor is not None:
         write_json(folder / PREPROCESSOR_FILE, dict(config.preprocessor))
     elif rules is not None:

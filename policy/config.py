@@ -8,12 +8,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
 from .published import VISION, Published, stores_mxfp4, text_fields
 from .vision_config import MEDIA_TOKEN_ID, ImageRules, VisionConfig
+
+if TYPE_CHECKING:
+    from .carried import CarriedTower
 
 # Whole numbers that may be 0; all others count something that must be there.
 _MAY_BE_ZERO = (
@@ -171,7 +174,7 @@ class PolicyConfig(PretrainedConfig):
         folder = Path(pretrained_model_name_or_path)
         if folder.is_dir():
             config: PolicyConfig = made[0] if isinstance(made, tuple) else made
-            config.remember_folder(folder, read_preprocessor(folder))
+            config.remember_preprocessor(read_preprocessor(folder))
         return made
 
     @classmethod
@@ -245,19 +248,22 @@ class PolicyConfig(PretrainedConfig):
         """``preprocessor_config.json`` of the folder that the policy was read from."""
         return None if self._published is None else self._published.preprocessor
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder whose vision tower belongs to the policy, whether it was read or not."""
-        return None if self._published is None else self._published.folder
-
-    def remember_folder(self, folder: Path, preprocessor: dict[str, Any] | None) -> None:
-        """Note where the files lie that are not read whole; ValueError for rules of images that
-        do not fit the tower."""
+    def remember_preprocessor(self, preprocessor: dict[str, Any] | None) -> None:
+        """Take over the file about images that lies beside this one; ValueError for rules that do
+        not fit the tower."""
         if self._published is not None:
-            self._published = replace(
-                self._published, folder=folder.absolute(), preprocessor=preprocessor
-            )
+            self._published = replace(self._published, preprocessor=preprocessor)
             _ = self.image_rules
+
+    @property
+    def carried_tower(self) -> CarriedTower | None:
+        """The vision tower in the files of a policy that was read without it."""
+        return None if self._published is None else self._published.tower
+
+    def carry_tower(self, tower: CarriedTower | None) -> None:
+        """Save this vision tower with the policy."""
+        if self._published is not None:
+            self._published = replace(self._published, tower=tower)
 
     @property
     def stores_mxfp4(self) -> bool:

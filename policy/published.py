@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 Fields = dict[str, Any]
@@ -115,8 +114,8 @@ class Published:
     source: Fields
     values: Fields
     a_log_shape: tuple[int, ...] | None = None  # in the weight files beside it, once they were read
-    folder: Path | None = None  # where it lies
     preprocessor: Fields | None = None  # the file about images beside it
+    tower: Any = None  # `carried.CarriedTower`, if the weight files have one that was not built
 
     @property
     def nested(self) -> bool:

@@ -88,7 +88,7 @@ def read_config(folder: str | Path) -> PolicyConfig:
     config = parse_config(file, read_json(file))
     preprocessor = read_preprocessor(folder)
     try:
-        config.remember_folder(Path(folder), preprocessor)
+        config.remember_preprocessor(preprocessor)
     except ValueError as error:
         message = one_line(error).removeprefix(f"{PREPROCESSOR_FILE}: ")
         raise UserError(f"{Path(folder) / PREPROCESSOR_FILE}: {message}") from None

@@ -3,7 +3,7 @@
 Experts are one tensor per layer in memory and one per expert in files, there possibly as 4-bit
 floats. ``A_log`` is padded or has more dimensions, and beside a vision tower every name has a
 prefix. Some parameters are fp32 whatever the others are. The tensors of a vision tower that was not
-built are copied from file to file.
+built stay in their files until the policy is saved.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ..configs.errors import UserError
 from ..kernels.moe import mxfp4_encode
+from .carried import TOWER, CarriedTower, has_tower
 from .config import PolicyConfig
 from .model import Policy
 from .records import listed
-from .shards import FLOATS, PREFIX, Shards, StoredTensor, read_bits, read_floats, read_mxfp4
+from .shards import FLOATS, PREFIX, Shards, StoredTensor, read_floats, read_mxfp4
 
 PADDED_HEADS = 128  # a published A_log beside a vision tower is padded to a multiple of this
 LISTED = 16  # names in a message
@@ -29,7 +30,6 @@ _FUSED = re.compile(r"(.+\.block_sparse_moe\.experts)\.(w[123])")
 _THRESHOLD = ".gate.e_score_correction_bias"
 _WIDE = (".A_log", ".dt_bias", "_conv1d.weight", ".o_norm.weight")  # fp32 in published files
 _PACKED, _SCALE = "_packed", "_scale"  # after the name of a matrix
-TOWER = ("vision_tower.", "mm_projector.")  # names of the vision tower have no prefix
 
 
 def file_names(name: str, shape: Iterable[int]) -> list[str]:
@@ -101,6 +101,7 @@ def read_weights(folder: Path, policy: Policy, dtype: torch.dtype | None) -> dic
         if infinite:
             raise UserError(f"{folder}: tensors that are not finite: {listed(infinite, LISTED)}")
         _remember_a_log(shards, names, config)
+        config.carry_tower(None if has_tower(names) else CarriedTower.of(shards))
     return weights
 
 
@@ -153,35 +154,6 @@ def _check(
         raise UserError(
             f"{folder}: config.json has a vision_config, but no tensor of the vision tower is "
             "there; remove vision_config to go on without images"
-        )
-
-
-def has_tower(names: Iterable[str]) -> bool:
-    """Whether any tensor of a vision tower is among ``names``."""
-    return any(name.startswith(TOWER) for name in names)
-
-
-def tower_parts(config: PolicyConfig) -> Iterator[tuple[str, Tensor]]:
-    """The vision tower that belongs to a text policy, from the folder that it was read from.
-
-    UserError where a policy should have one and it is not to be found.
-    """
-    if not config.nested or (config.folder is None and config.vision is None):
-        return
-    if config.folder is None:
-        raise UserError(
-            "checkpoint: config.json has a vision_config, but the policy was made without a vision "
-            "tower; make it with vision=True, or without a vision_config"
-        )
-    try:
-        with Shards(config.folder) as shards:
-            found = [s for name, s in sorted(shards.tensors.items()) if name.startswith(TOWER)]
-            yield from ((stored.name, read_bits(stored)) for stored in found)
-    except UserError as error:
-        raise UserError(f"the vision tower cannot be copied: {error}") from None
-    if config.vision is not None and not found:
-        raise UserError(
-            f"the vision tower cannot be copied: {config.folder} has no tensor of it any more"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from farhorizon.envs import MessageEnv, register, shown
+from farhorizon.envs import MessageEnv, register, said, shown
 from farhorizon.envs.base import Observation, Step
 from farhorizon.envs.types import Message
 from farhorizon.policy import Policy
@@ -241,7 +241,7 @@ register("scripted-v0", ScriptedEnv)
 
 
 class PictureEnv(MessageEnv):
-    """Two turns, in each of them perhaps a picture; reward 1 for an even number of characters said.
+    """Two turns, each perhaps with a picture; reward 1 for an even number of letters thought.
 
     Every other task shows none at first; what is shown differs between instances, siblings too.
     """
@@ -252,7 +252,7 @@ class PictureEnv(MessageEnv):
     def __init__(self) -> None:
         type(self).built += 1
         self.drawn = np.random.default_rng(type(self).built)
-        self.said = 0
+        self.turns = self.said = 0
 
     def picture(self) -> np.ndarray:
         height, width = self.drawn.integers(3, 9, 2)
@@ -262,14 +262,14 @@ class PictureEnv(MessageEnv):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        self.said = 0
+        self.turns = self.said = 0
         if self.task is not None and self.task.seed % 2:
             return (Message("user", "no picture"),), {}
         return (shown("user", self.picture(), " and ", self.picture()),), {}
 
     def step(self, action: str) -> Step:
-        self.said += len(action)
-        if len(action) == self.said and self.drawn.integers(2):
+        self.turns, self.said = self.turns + 1, self.said + len(said(action).thinking)
+        if self.turns == 1 and self.drawn.integers(2):
             return (shown("user", "now ", self.picture()),), 0.0, False, False, {}
         return self.finish(float(self.said % 2 == 0))
 
