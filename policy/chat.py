@@ -188,8 +188,8 @@ class ChatFormat:
     def _rules(self) -> ImageRules:
         if self.image_rules is None:
             raise UserError(
-                "the policy sees no images: its environment must say shows_images = True, its "
-                "config.json needs a vision_config"
+                "a message has images, but the policy sees none here: its environment must say "
+                "shows_images = True, and only train, eval and play show images"
             )
         return self.image_rules
 

@@ -222,7 +222,9 @@ def test_an_image_is_rendered_with_its_size_and_rows() -> None:
 def test_who_cannot_show_images_says_so() -> None:
     message = shown("user", noise(4, 4))
     full = train_tokenizer(["a"], 330, style="full")
-    with pytest.raises(UserError, match="sees no images: its environment must say shows_images"):
+    with pytest.raises(
+        UserError, match="sees none here: its environment must say shows_images = True"
+    ):
         ChatFormat(full).render(message)
     brief = train_tokenizer(["a"], 300)
     with pytest.raises(UserError, match=r"no control token <\|media_begin\|>"):
