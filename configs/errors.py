@@ -31,7 +31,7 @@ class UnknownArgument(UserError):
 
 @contextmanager
 def foreign_code(what: str) -> Iterator[None]:
-    """Around code that the user brought: what it raises becomes a `UserError` with its place."""
+    """Around code that the user brought: what it raises becomes a `RunFailed` with its place."""
     try:
         yield
     except UserError:
@@ -39,7 +39,7 @@ def foreign_code(what: str) -> Iterator[None]:
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         place = place_of(traceback.walk_tb(error.__traceback__))
-        raise UserError(f"{what} failed with {text}{place}") from error
+        raise RunFailed(f"{what} failed with {text}{place}") from error
 
 
 def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:

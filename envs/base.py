@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import gymnasium
@@ -17,6 +17,8 @@ from .types import Message, Role, Task
 
 Observation = tuple[Message, ...]
 Step = tuple[Observation, float, bool, bool, dict[str, Any]]
+
+_ROUNDING = 1e-6  # relative; what is lost where rewards add up, float32 ones included
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -47,8 +49,9 @@ class MessageEnv(gymnasium.Env[Observation, str]):
 
     A subclass implements `reset` (calling ``super().reset(seed=seed, options=options)`` first,
     which seeds ``self.np_random`` and sets ``self.task``) and `step`. Both return only the NEW
-    messages. An episode is a success when its total reward reaches ``success_threshold``. With
-    ``shows_images`` messages may hold images; the policy then needs, and builds, its vision tower.
+    messages. An episode is a success when its total reward reaches ``success_threshold``:
+    `succeeded`. With ``shows_images`` messages may hold images; the policy then needs, and builds,
+    its vision tower.
     """
 
     success_threshold: ClassVar[float] = 1.0
@@ -151,6 +154,16 @@ class ToolEnv(MessageEnv):
     def on_invalid(self, action: str) -> Step:
         """Called for text that is no tool call; by default the tools are listed and it goes on."""
         return self.reply("invalid action; tools: " + ", ".join(self.usage()))
+
+
+def succeeded(rewards: Sequence[float], threshold: float, terminated: bool) -> bool:
+    """Whether an episode's rewards reach the threshold; ten times 0.1 reaches 1.
+
+    Where doing nothing is enough (a threshold of 0 or less), only an episode that the environment
+    finished can be a success. One without a turn is none, and none that earned NaN.
+    """
+    reached = sum(rewards) >= threshold - _ROUNDING * abs(threshold)
+    return reached and (terminated or threshold > 0)
 
 
 def checked_threshold(env: MessageEnv) -> float:

@@ -9,7 +9,8 @@ from typing import Any, get_args
 import numpy as np
 
 from ..configs.errors import UserError
-from .base import MessageEnv, Observation, checked_threshold
+from .base import MessageEnv, Observation, Step, checked_threshold, succeeded
+from .expert import expert_turns
 from .types import Message, Role, Task
 
 ODD_TEXTS = ("", "   ", "\x00 \u2603", "no_such_tool a b c", "word " * 2000)
@@ -32,14 +33,13 @@ def check_env(
             f"check_env {type(env).__name__}: it is no MessageEnv; subclass "
             "farhorizon.envs.MessageEnv"
         )
-    checked_threshold(env)
-    checker = _Checker(type(env).__name__)
+    checker = _Checker(env, checked_threshold(env))
     for task in tasks:
-        actions = _expert_actions(checker, env, task, max_steps) if env.has_expert() else ODD_TEXTS
-        if checker.play(env, task, actions) != checker.play(env, task, actions):
+        actions = _expert_actions(checker, task, max_steps) if env.has_expert() else ODD_TEXTS
+        if checker.play(task, actions) != checker.play(task, actions):
             checker.fail(f"seed {task.seed} and the same actions gave two different episodes")
     for text in ODD_TEXTS:
-        checker.play(env, tasks[0], [text])
+        checker.play(tasks[0], [text])
     for _ in range(2):
         try:
             env.close()
@@ -48,32 +48,33 @@ def check_env(
 
 
 class _Checker:
-    """The single checks; every failure names the environment's class."""
+    """The environment with a check of all that it returns; every failure names its class."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, env: MessageEnv, success_threshold: float) -> None:
+        self.env, self.success_threshold = env, success_threshold
+        self.seen: Observation = ()  # in this episode so far
 
     def failure(self, what: str) -> UserError:
-        return UserError(f"check_env {self.name}: {' '.join(what.split())}")
+        return UserError(f"check_env {type(self.env).__name__}: {' '.join(what.split())}")
 
     def fail(self, what: str) -> None:
         raise self.failure(what)
 
-    def play(self, env: MessageEnv, task: Task, actions: Sequence[str]) -> list[Any]:
+    def play(self, task: Task, actions: Sequence[str]) -> list[Any]:
         """Reset, then act until the episode or the actions end; everything that came back."""
-        seen = self.reset(env, task)
-        record: list[Any] = [seen]
+        record: list[Any] = [self.reset(seed=task.seed, options={"task": task})[0]]
         for action in actions:
-            observation, reward, over = self.step(env, action, seen)
-            record.append((observation, reward, over))
-            seen += observation
-            if over:
+            observation, reward, terminated, truncated, _ = self.step(action)
+            record.append((observation, reward, terminated or truncated))
+            if terminated or truncated:
                 break
         return record
 
-    def reset(self, env: MessageEnv, task: Task) -> Observation:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
         try:
-            result = env.reset(seed=task.seed, options={"task": task})
+            result = self.env.reset(seed=seed, options=options)
         except Exception as error:
             raise self.failure(f"reset raised {type(error).__name__}: {error}") from error
         if not (isinstance(result, tuple) and len(result) == 2):
@@ -84,13 +85,21 @@ class _Checker:
             self.fail("reset returned no message")
         if not isinstance(info, dict):
             self.fail(f"reset returned info of type {type(info).__name__}, not dict")
-        return observation
+        self.seen = observation
+        return observation, info
 
-    def step(
-        self, env: MessageEnv, action: str, seen: Observation
-    ) -> tuple[Observation, float, bool]:
+    def expert(self) -> str:
         try:
-            result = env.step(action)
+            action = self.env.expert()
+        except Exception as error:
+            raise self.failure(f"expert raised {type(error).__name__}: {error}") from error
+        if not isinstance(action, str):
+            self.fail(f"expert returned a {type(action).__name__}, not a text")
+        return action
+
+    def step(self, action: str) -> Step:
+        try:
+            result = self.env.step(action)
         except Exception as error:
             what = f"step({action[:40]!r}) raised {type(error).__name__}: {error}"
             raise self.failure(what) from error
@@ -100,6 +109,7 @@ class _Checker:
         self.messages("step", observation)
         if any(message.role == "assistant" for message in observation):
             self.fail("step returned an assistant message; the policy speaks for itself")
+        seen = self.seen
         if len(observation) > len(seen) and observation[: len(seen)] == seen:
             self.fail("step returned the whole history; return only the new messages")
         for flag, value in (("terminated", terminated), ("truncated", truncated)):
@@ -107,10 +117,10 @@ class _Checker:
                 self.fail(f"step returned {flag} of type {type(value).__name__}, not bool")
         if not isinstance(info, dict):
             self.fail(f"step returned info of type {type(info).__name__}, not dict")
-        over = bool(terminated or truncated)
-        if not over and not observation:
+        if not (terminated or truncated or observation):
             self.fail("step returned no message though the episode goes on")
-        return observation, self.reward(reward), over
+        self.seen += observation
+        return observation, self.reward(reward), bool(terminated), bool(truncated), info
 
     def messages(self, where: str, observation: Any) -> None:
         if not isinstance(observation, tuple):
@@ -131,23 +141,22 @@ class _Checker:
         return float(reward)
 
 
-def _expert_actions(checker: _Checker, env: MessageEnv, task: Task, max_steps: int) -> list[str]:
+def _expert_actions(checker: _Checker, task: Task, max_steps: int) -> list[str]:
     """Play the expert to the end and return what it did."""
-    seen = checker.reset(env, task)
     actions: list[str] = []
-    total, over = 0.0, False
-    while not over:
-        if len(actions) == max_steps:
+    rewards: list[float] = []
+    terminated = False
+    for turn in expert_turns(checker, task):
+        actions.append(turn.action)
+        rewards.append(turn.reward)
+        terminated = turn.terminated
+        if len(actions) == max_steps and not (terminated or turn.truncated):
             checker.fail(
                 f"the expert had not finished after max_steps={max_steps}, seed {task.seed}"
             )
-        actions.append(env.expert())
-        observation, reward, over = checker.step(env, actions[-1], seen)
-        seen += observation
-        total += reward
-    if total < (threshold := checked_threshold(env)):
+    if not succeeded(rewards, checker.success_threshold, terminated):
         checker.fail(
-            f"the expert reached {total:g} with seed {task.seed}, but success_threshold is "
-            f"{threshold:g}"
+            f"the expert reached {sum(rewards):g} with seed {task.seed}, but success_threshold is "
+            f"{checker.success_threshold:g}"
         )
     return actions

@@ -25,7 +25,6 @@ _ADDED = (
     "You have access to all existing and extended tools.\n"
     "Here are the specs for the extended tools.\n\n"
 )
-_FENCE, _END_OF_FENCE = "```json\n", "\n```"
 _EFFORT = (
     "`thinking_effort` guides on how much to think in your thinking channel (not including the "
     "response channel), supported values include `low`, `medium`, `high`, and `max`.\n"
@@ -45,13 +44,6 @@ def declare_tools(tools: Tools, added: bool = False) -> Message:
     """The tools that may be called, as JSON schemas; ``added``: besides those declared before."""
     text = _ADDED if added else _DECLARED
     return Message("system", f"{text}{_fenced(list(tools))}", type="tool-declare")
-
-
-def declared_tools(message: Message) -> list[dict[str, Any]]:
-    """What `declare_tools` was given; empty for other messages."""
-    if message.type != "tool-declare":
-        return []
-    return json.loads(message.content.partition(_FENCE)[2].removesuffix(_END_OF_FENCE))
 
 
 def thinking_effort(effort: Effort) -> Message:
@@ -129,4 +121,4 @@ def tool_results(calls: Sequence[ToolCall], answers: Sequence[str]) -> tuple[Mes
 def _fenced(value: Any) -> str:
     """Compact JSON with sorted keys, so that equal declarations are equal tokens."""
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-    return f"{_FENCE}{text}{_END_OF_FENCE}"
+    return f"```json\n{text}\n```"

@@ -92,13 +92,13 @@ def measure_ours(folder: Path, config: BenchConfig) -> Measurement:
     parts: list[tuple[float, float, float]] = []
     with cluster(None), ExitStack() as stack:
         check_gpus(None, config.rollout, config.learner)
-        pool = RolloutPool(checkpoint, env, config.rollout, _context(config), config.seed)
-        stack.callback(pool.close)
         temperature = config.rollout.temperature
         learner = LearnerGroup(
             checkpoint, config.learner, algorithm, sync, config.seed, temperature
         )
         stack.callback(learner.close)
+        pool = RolloutPool(checkpoint, env, config.rollout, _context(config), config.seed)
+        stack.callback(pool.close)
         published = learner.publish()
         pool.sync(published)
         for step in range(config.steps + 1):

@@ -37,7 +37,9 @@ def doctor() -> int:
         found = _version(package)
         print(f"{package:<12} {found or 'not installed'}")
         if found is None and package != "triton":
-            problems.append(f"{package} is not installed: run launch/setup.sh")
+            problems.append(
+                f"{package} is not installed: install the version in launch/constraints.txt"
+            )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     print(f"cpu          {os.cpu_count()} cores, {memory:.1f} GiB")
     for index in range(torch.cuda.device_count()):

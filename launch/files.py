@@ -15,36 +15,54 @@ from ..configs.errors import UserError
 
 
 @contextmanager
-def sole_user(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and keep other processes out while the block runs; UserError if one is in it.
+def sole_user(output: Path, *, replaced: bool = False) -> Iterator[None]:
+    """Make the folder and keep other processes out while the block runs; UserError if one is in it.
 
     The kernel frees the lock of a process that was killed. Where the file system has no locks
-    there is no protection. A folder that was made and stayed empty is removed again.
+    there is no protection. A folder that was made and stayed empty is removed again. An output
+    that is ``replaced`` as a whole cannot hold the lock: a folder beside it does meanwhile.
     """
-    made = not folder.exists()
+    folder = output.with_name(f".{output.name}.lock") if replaced else output
+    made = replaced
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir()
+            made = True
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise UserError(
-            f"output {folder}: cannot be made ({error.strerror}); choose another output"
+            f"output {output}: cannot be made ({error.strerror}); choose another output"
         ) from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        locked = _lock(folder, descriptor)
+        if locked is False:
             raise UserError(
-                f"output {folder}: another process works in it; wait for it, or choose another "
+                f"output {output}: another process works in it; wait for it, or choose another "
                 "output"
-            ) from None
-        except OSError:
-            pass
-        yield
+            )
+        try:
+            yield
+        finally:
+            if made and locked:
+                with suppress(OSError):  # not empty, as it should be
+                    folder.rmdir()
     finally:
         os.close(descriptor)
-        if made:
-            with suppress(OSError):  # not empty, as it should be
-                folder.rmdir()
+
+
+def _lock(folder: Path, descriptor: int) -> bool | None:
+    """Whether the folder is this process's own now; None where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    try:  # who held the lock before may have removed the folder, and another have made it anew
+        return os.path.samestat(os.fstat(descriptor), os.stat(folder))
+    except OSError:
+        return False
 
 
 def write_whole(path: Path, text: str) -> None:

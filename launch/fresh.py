@@ -12,10 +12,11 @@ from ..configs.errors import UserError
 from ..configs.load import PRESETS
 from ..configs.schema import EnvConfig, StageConfig
 from ..envs.base import MessageEnv, checked_threshold
+from ..envs.expert import expert_messages
 from ..envs.registry import make_config, tasks
 from ..policy import Policy, PolicyConfig
 from ..policy.checkpoint import save_checkpoint
-from ..policy.corpus import expert_messages, sample_texts
+from ..policy.corpus import sample_texts
 from ..policy.records import StageRecord
 from ..policy.tokenizer import (
     frequent_words,
@@ -80,7 +81,7 @@ def _spoken(config: EnvConfig, seed: int) -> Iterator[str]:
     left = EPISODE_CHARACTERS
     try:
         for task in tasks(config.id, "train", 0, EPISODES, seed):
-            for message in expert_messages(env, task.seed):
+            for message in expert_messages(env, task):
                 left -= len(message.content)
                 yield message.content
                 if left <= 0:

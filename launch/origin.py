@@ -9,7 +9,7 @@ from ..configs.errors import UserError
 from ..configs.load import load_config
 from ..configs.schema import EnvConfig, EvalConfig, SftConfig, StageConfig, TrainConfig
 from ..policy.records import STAGE_FILE
-from .stage import stage_env
+from .stage_data import stage_env
 from .stage_record import stage_folders
 
 

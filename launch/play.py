@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 from ..configs.bounds import check_bounds
-from ..configs.errors import UserError, foreign_code
+from ..configs.errors import RunFailed, UserError
 from ..configs.schema import PlayConfig
-from ..envs.base import MessageEnv, checked_threshold
+from ..envs.base import MessageEnv, checked_threshold, succeeded
+from ..envs.expert import expert_turns
 from ..envs.registry import make_config, tasks
-from ..envs.types import Task
+from ..envs.types import Message, Task
 from ..policy.checkpoint import load_checkpoint
 from ..policy.records import check_context, read_config, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
@@ -62,6 +64,8 @@ def _play_policy(config: PlayConfig, task: Task) -> None:
         text = checkpoint.tokenizer.decode(segment.token_ids.tolist())
         _print_turn(str(text), segment.sampled)
     print(_outcome(trajectory))
+    if trajectory.error is not None:
+        raise RunFailed(f"env: {trajectory.error.splitlines()[0]}")
 
 
 def _play_expert(env: MessageEnv, task: Task, max_turns: int) -> None:
@@ -71,25 +75,26 @@ def _play_expert(env: MessageEnv, task: Task, max_turns: int) -> None:
     threshold = checked_threshold(env)
     print(f"{type(env).__name__}  task {task.id}  seed {task.seed}  played by its expert")
     print(f"'{TRAINED}' marks what a policy would have written, which training learns from")
-    name = type(env).__name__
-    with foreign_code(f"env: reset of {name}"):
-        messages, _ = env.reset(seed=task.seed, options={"task": task})
-    total, turns, ended = 0.0, 0, False
-    while True:
-        for message in messages:
-            _print_turn(f"{message.role}: {message.content}", False)
-        if ended or turns >= max_turns:
-            break
-        with foreign_code(f"env: expert of {name}"):
-            action = env.expert()
-        _print_turn(f"assistant: {action}", True)
-        with foreign_code(f"env: step of {name}"):
-            messages, reward, terminated, truncated, _ = env.step(action)
-            total += float(reward)
-        turns, ended = turns + 1, terminated or truncated
-    env.close()
-    success = total >= threshold
-    print(f"reward {total:g}  success {success}  turns {turns}")
+    rewards: list[float] = []
+    success = False
+    try:
+        for turn in expert_turns(env, task):
+            if not rewards:
+                _print_given(turn.shown)
+            _print_turn(f"assistant: {turn.action}", True)
+            _print_given(turn.reply)
+            rewards.append(turn.reward)
+            success = succeeded(rewards, threshold, turn.terminated)
+            if len(rewards) >= max_turns:
+                break
+    finally:
+        env.close()
+    print(f"reward {sum(rewards):g}  success {success}  turns {len(rewards)}")
+
+
+def _print_given(messages: Iterable[Message]) -> None:
+    for message in messages:
+        _print_turn(f"{message.role}: {message.content}", False)
 
 
 def _print_turn(text: str, trained: bool) -> None:
@@ -102,8 +107,7 @@ def _print_turn(text: str, trained: bool) -> None:
 def _outcome(trajectory: Trajectory) -> str:
     trained = int(trajectory.loss_mask.sum())
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
-    text = (
+    return (
         f"reward {reward}  success {trajectory.success}  turns {trajectory.turns}  "
         f"stop {trajectory.stop}  tokens {len(trajectory.token_ids)} ({trained} trained)"
     )
-    return text if trajectory.error is None else f"{text}\n{trajectory.error}"

@@ -19,6 +19,7 @@ from ..configs.bounds import check_bounds
 from ..configs.errors import RunFailed, UserError
 from ..configs.load import dump_config
 from ..configs.schema import SftConfig
+from ..envs.expert import expert_messages
 from ..envs.registry import resolve_plugins, tasks
 from ..policy.checkpoint import check_replaceable, load_checkpoint, save_checkpoint
 from ..policy.corpus import (
@@ -146,7 +147,7 @@ def collect(config: SftConfig, chat: ChatFormat) -> list[Demonstration]:
     try:
         while missing > 0:
             for task in tasks(config.env.id, "train", len(found), 256, config.seed):
-                found.append(demonstration(env, task.seed, chat, config.context))
+                found.append(demonstration(expert_messages(env, task), chat, config.context))
                 missing -= len(found[-1].token_ids)
                 if missing <= 0:
                     break

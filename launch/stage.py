@@ -23,32 +23,22 @@ import numpy as np
 from ..configs.bounds import check_bounds
 from ..configs.errors import RunFailed, UserError
 from ..configs.load import dump_config, load_config
-from ..configs.schema import AlgorithmConfig, EnvConfig, Stage, StageConfig, SyncConfig
+from ..configs.schema import AlgorithmConfig, Stage, StageConfig, SyncConfig
 from ..configs.text import STDLIB
-from ..envs.base import MessageEnv
-from ..envs.registry import resolve_plugins, tasks
-from ..policy.corpus import (
-    EpisodeTooLong,
-    Packed,
-    PackedCorpus,
-    Split,
-    TextCorpus,
-    cut,
-    demonstration,
-)
+from ..envs.registry import resolve_plugins
+from ..policy.corpus import Packed, cut
 from ..policy.records import StageRecord, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..rl.actor import LearnerGroup
 from .cluster import check_gpus, cluster
 from .files import sole_user
-from .fresh import expert_env, policy_presets, starting_checkpoint
+from .fresh import policy_presets, starting_checkpoint
 from .prepare import check_unused, check_writable
 from .report import skipped_line
+from .stage_data import check_episodes, corpus_of, fixed_text
 from .stage_record import StageRecorder, StageStep, Transition, stage_folders
 
-FIXED_TOKENS = 8192  # of the fixed text, at most; but one sequence of the longest context at least
 SETTLING_STEPS = 4
-CHECKED_EPISODES = 8  # played at most before a stage run starts, to find one that fits
 FINAL_LR = 0.1  # of the last stage's rate, reached at its end
 UNTRAINED = "0-untrained"  # the folder of a new policy, until the run is done
 # A run that goes on keeps these: its data and what was trained so far follow from them.
@@ -99,8 +89,8 @@ def _run_stages(config: StageConfig, output: Path) -> Path:
             f"the {record.context} tokens that {start} was trained for"
         )
     chat = ChatFormat(load_tokenizer(start))
-    _check_episodes(config, len(finished), chat)
-    fixed = _fixed_text(config, chat)
+    check_episodes(config, len(finished), chat)
+    fixed = fixed_text(config, chat)
     stored = output / "config.yaml"
     (output / "stages").mkdir(parents=True, exist_ok=True)
     stored.write_text(dump_config(config), encoding="utf-8")
@@ -241,7 +231,7 @@ def _batches(run: _Run, index: int) -> Iterator[Iterator[Packed]]:
     stage = run.config.stages[index]
     sequences = stage.batch_tokens // stage.context
     seen = [run.tokens + step * sequences * stage.context for step in range(stage.steps)]
-    with _corpus(run.config, index, run.chat, "train") as corpus, ThreadPoolExecutor(1) as pool:
+    with corpus_of(run.config, index, run.chat, "train") as corpus, ThreadPoolExecutor(1) as pool:
 
         def make(step: int) -> Future[Packed]:
             return pool.submit(corpus.batch, seen[step], stage.context, sequences)
@@ -255,50 +245,6 @@ def _batches(run: _Run, index: int) -> Iterator[Iterator[Packed]]:
                 yield batch
 
         yield ahead()
-
-
-@contextmanager
-def _corpus(
-    config: StageConfig, index: int, chat: ChatFormat, split: Split
-) -> Iterator[PackedCorpus]:
-    """Text and episodes of one stage.
-
-    Horizons of the stages before stay in the mixture: a policy that saw only the new one would
-    forget the others, and the loss of what it knew would jump at the switch.
-    """
-    text = TextCorpus(config.text, chat.tokenizer, split)
-    if config.env is None or config.episode_fraction == 0:
-        yield PackedCorpus(text, None, 0.0, config.seed)
-        return
-    context = config.stages[index].context
-    horizons = [stage_env(config.env, stage) for stage in config.stages[: index + 1]]
-    distinct = [env for i, env in enumerate(horizons) if env not in horizons[:i]]
-    id = config.env.id
-    with ExitStack() as stack:
-        envs = [expert_env(env) for env in distinct]
-        for env in envs:
-            stack.callback(env.close)
-
-        def episode(number: int) -> np.ndarray:
-            task = tasks(id, split, number, 1, config.seed)[0]
-            return demonstration(envs[number % len(envs)], task.seed, chat, context).token_ids
-
-        yield PackedCorpus(text, episode, config.episode_fraction, config.seed)
-
-
-def stage_env(env: EnvConfig, stage: Stage) -> EnvConfig:
-    """The environment at the horizon of a stage."""
-    return replace(env, kwargs={**env.kwargs, **stage.env_kwargs})
-
-
-def _fixed_text(config: StageConfig, chat: ChatFormat) -> list[np.ndarray]:
-    """Held-out text and episodes, the same tokens in the whole run.
-
-    Its pieces are as long as the longest context; shorter contexts see them cut.
-    """
-    longest = max(stage.context for stage in config.stages)
-    with _corpus(config, 0, chat, "heldout") as corpus:
-        return corpus.batch(0, longest, max(1, FIXED_TOKENS // longest)).pieces
 
 
 def _publish(folder: Path, output: Path) -> None:
@@ -342,32 +288,6 @@ def _absolute(config: StageConfig) -> StageConfig:
         output=str(Path(config.output).absolute()),
         env=None if config.env is None else resolve_plugins(config.env),
     )
-
-
-def _check_episodes(config: StageConfig, first: int, chat: ChatFormat) -> None:
-    """Each stage from ``first`` must have episodes that fit: found now, not days later."""
-    if config.env is None or config.episode_fraction == 0:
-        return
-    tried = tasks(config.env.id, "train", 0, CHECKED_EPISODES, config.seed)
-    for number, stage in list(enumerate(config.stages))[first:]:
-        env = expert_env(stage_env(config.env, stage))
-        try:
-            _play_one(env, [task.seed for task in tried], chat, stage.context)
-        except UserError as error:
-            raise UserError(f"stages[{number}]: {error}") from None
-        finally:
-            env.close()
-
-
-def _play_one(env: MessageEnv, seeds: Sequence[int], chat: ChatFormat, context: int) -> None:
-    """Play demonstrations until one fits; `EpisodeTooLong` if none of them does."""
-    for seed in seeds:
-        try:
-            demonstration(env, seed, chat, context)
-            return
-        except EpisodeTooLong:
-            if seed == seeds[-1]:
-                raise
 
 
 def _check(config: StageConfig, output: Path) -> None:

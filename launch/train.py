@@ -19,7 +19,7 @@ from ..envs.registry import tasks
 from ..rl.actor import LearnerGroup
 from ..rl.types import UpdateResult
 from ..rollout.actor import RolloutPool
-from ..rollout.buffer import GroupBuffer
+from ..rollout.staleness import fresh
 from ..rollout.types import Group, RolloutStats
 from . import checkpoints
 from .cluster import check_gpus, cluster
@@ -92,10 +92,6 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
     """Start the processes and give the rollout side the learner's weights, proven equal."""
     config = run.config
     with display.phase("start"):
-        pool = RolloutPool(
-            str(run.checkpoint), config.env, config.rollout, config.context, config.seed
-        )
-        stack.callback(pool.close)
         learner = LearnerGroup(
             str(run.checkpoint),
             config.learner,
@@ -106,6 +102,10 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
             run.vision,
         )
         stack.callback(learner.close)
+        pool = RolloutPool(
+            str(run.checkpoint), config.env, config.rollout, config.context, config.seed
+        )
+        stack.callback(pool.close)
         if run.resumed is not None:
             learner.load(run.resumed.folder / "state")
             display.line(f"resumed {run.resumed.folder}: {run.step} of {config.steps} steps done")
@@ -118,7 +118,6 @@ def _loop(job: Job) -> Evaluation | None:
     run, config, display = job.run, job.run.config, job.display
     if config.eval_episodes and (run.step == 0 or _evaluation_missed(run)):
         _evaluate(job)
-    buffer = GroupBuffer(config.max_staleness)
     in_flight: deque[list] = deque()
     while run.step < config.steps:
         with display.phase("rollout"):
@@ -131,18 +130,17 @@ def _loop(job: Job) -> Evaluation | None:
         # From here to the record the step is one piece: Ctrl-C waits.
         with uninterrupted("finishing the step, then saving"):
             assert job.pool.version is not None
-            buffer.add(groups)
-            fresh = buffer.take(config.groups_per_step, job.pool.version.number)
+            kept = fresh(groups, job.pool.version.number, config.max_staleness)
             with display.phase("learn"):
                 job.learner.set_lr(learning_rate(config, job.learner.version))
-                update = job.learner.update(fresh)
+                update = job.learner.update(kept)
             # The learner has left the step before: what is saved from here on is this step.
             tokens = sum(len(t.token_ids) for group in groups for t in group.trajectories)
             run.advance(config.groups_per_step, tokens)
             if not update.skipped:
                 with display.phase("sync"):
                     job.pool.sync(job.learner.publish())
-            _record(job, groups, stats, update, tokens, len(groups) - len(fresh))
+            _record(job, groups, stats, update, tokens, len(groups) - len(kept))
         last = run.step == config.steps
         if last or (config.save_every and run.step % config.save_every == 0):
             with uninterrupted("finishing the checkpoint, then stopping"):

@@ -62,12 +62,14 @@ def save_checkpoint(
     stage: StageRecord,
     *,
     export: bool = False,
+    notes: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a checkpoint folder, replacing one of the same name; returns its path.
 
     ``weights`` are all parameters and persistent buffers under their names in memory, in their
     own dtypes; an iterator is consumed one shard at a time. With ``export`` routed experts are
-    stored as MXFP4, else as they are. ValueError when it is not the whole policy.
+    stored as MXFP4, else as they are. ``notes`` are texts by file name that belong to it.
+    ValueError when it is not the whole policy.
     """
     folder = Path(folder)
     check_replaceable(folder)
@@ -86,6 +88,8 @@ def save_checkpoint(
     write_json(temporary / "config.json", saved_fields(config.to_dict(), changes, dtype, export))
     write_json(temporary / STAGE_FILE, asdict(stage))
     _write_preprocessor(temporary, config)
+    for name, text in (notes or {}).items():
+        (temporary / name).write_text(text, encoding="utf-8")
     for file in temporary.iterdir():
         _flush(file)
     _flush(temporary)
@@ -175,13 +179,16 @@ def _check_placeholder(
 
 
 def check_replaceable(folder: Path) -> None:
-    """Refuse to put a checkpoint in the place of anything but a checkpoint."""
-    if (
-        folder.exists()
-        and not (folder / "config.json").is_file()
-        and (not folder.is_dir() or any(folder.iterdir()))
-    ):
+    """Refuse to put a checkpoint in the place of anything but a checkpoint, which has no folders
+    inside: those are a run's, its stages or what it goes on from."""
+    if not folder.exists():
+        return
+    inside = list(folder.iterdir()) if folder.is_dir() else [folder]
+    if inside and not (folder / "config.json").is_file():
         raise UserError(f"output {folder}: exists and is no checkpoint; choose another output")
+    for path in inside:
+        if path.is_dir() or path.name == "run.json":
+            raise UserError(f"output {folder}: holds {path.name} of a run; choose another output")
 
 
 def _write_weights(folder: Path, weights: Weights, config: PolicyConfig, export: bool) -> str:

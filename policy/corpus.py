@@ -13,17 +13,17 @@ documents and around episodes the policy's state starts anew (each is a sequence
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple, Protocol
+from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from ..configs.errors import UserError, foreign_code
+from ..configs.errors import UserError
 from ..configs.text import STDLIB, text_folder, walk
-from ..envs.types import Action, Message
+from ..envs.types import Message
 from .tokenizer import END_OF_DOCUMENT, ChatFormat, control_id
 
 Split = Literal["train", "heldout"]
@@ -32,22 +32,6 @@ _SKIPPED_STDLIB = frozenset({"test", "tests", "idlelib", "lib2to3", "ensurepip"}
 _HELD_OUT_SHARE = 20  # one file in this many
 EPISODE_DRAWS = 64  # in search of an episode that fits the context
 _BLOCK_BYTES = 1 << 16  # read and tokenised at once, at most
-
-
-class Demonstrator(Protocol):
-    """An environment with an expert."""
-
-    success_threshold: ClassVar[float]
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Sequence[Message], dict[str, Any]]: ...
-
-    def step(
-        self, action: str, /
-    ) -> tuple[Sequence[Message], float, bool, bool, dict[str, Any]]: ...
-
-    def expert(self) -> str: ...
 
 
 class Demonstration(NamedTuple):
@@ -82,50 +66,25 @@ def load_demonstrations(file: Path) -> list[Demonstration]:
         return [Demonstration(*part) for part in parts]
 
 
-def expert_messages(env: Demonstrator, seed: int) -> Iterator[Message]:
-    """The expert's episode for ``seed``, message by message, as a rollout would see it: nothing
-    follows the action that ends it. Raises `UserError` after an episode that is no success."""
-    name = type(env).__name__
-    with foreign_code(f"env: reset of {name}"):
-        messages, _ = env.reset(seed=seed)
-    total, done = 0.0, False
-    while not done:
-        yield from messages
-        with foreign_code(f"env: expert of {name}"):
-            action = env.expert()
-        if not isinstance(action, str | Action):
-            raise UserError(f"env: expert of {name} must return a text, got {action!r:.80}")
-        yield action.message if isinstance(action, Action) else Message("assistant", action)
-        with foreign_code(f"env: step of {name}"):
-            messages, reward, terminated, truncated, _ = env.step(action)
-            total += float(reward)
-        done = terminated or truncated
-    if total < env.success_threshold:
-        raise UserError(
-            f"env: its expert fails on seed {seed} (reward {total:g}, success needs "
-            f"{env.success_threshold:g}); demonstrations must be correct"
-        )
-
-
 def demonstration(
-    env: Demonstrator, seed: int, chat: ChatFormat, max_tokens: int | None = None
+    messages: Iterable[Message], chat: ChatFormat, max_tokens: int | None = None
 ) -> Demonstration:
-    """The expert's episode for ``seed``, token for token what a rollout of it would be.
+    """The episode of an expert, token for token what a rollout of it would be.
 
     Raises `EpisodeTooLong` when it grows beyond ``max_tokens``.
     """
     token_ids: list[int] = []
     mask: list[bool] = []
     prefix = len(chat.prompt())
-    for message in expert_messages(env, seed):
+    for message in messages:
         rendered = chat.render(message)
         given = prefix if message.role == "assistant" else len(rendered)
         token_ids += rendered
         mask += [False] * given + [True] * (len(rendered) - given)
         if max_tokens is not None and len(token_ids) > max_tokens:
             raise EpisodeTooLong(
-                f"env: the demonstration of seed {seed} is longer than the context of "
-                f"{max_tokens} tokens; shorten the episode through env.kwargs"
+                f"env: a demonstration is longer than the context of {max_tokens} tokens; "
+                "shorten the episode through env.kwargs"
             )
     return Demonstration(np.asarray(token_ids, np.int32), np.asarray(mask, np.bool_))
 

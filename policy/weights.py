@@ -82,7 +82,7 @@ class WeightManifest:
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """A set of weights by number (optimizer steps taken) and by content.
+    """A set of weights by number (updates so far that changed weights) and by content.
 
     ``digest`` covers names, shapes, dtypes and bytes of every tensor: equal digests are equal
     policies, whatever their numbers.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from .publish import publish
 from .types import Share, UpdateResult
 
 ACTOR_CPUS = 0.01  # Ray places by this number; the real use is set by ``threads``
+DEATH_SECONDS = 5.0  # within which Ray tells of a process that its peers already miss
 
 
 class LearnerActor:
@@ -42,10 +42,6 @@ class LearnerActor:
             torch.set_num_threads(config.threads)
         torch.manual_seed(seed)
         self.config, self.rank, self.seed = config, rank, seed
-
-    def process_id(self) -> int:
-        """The process of this rank."""
-        return os.getpid()
 
     def address(self) -> tuple[str, int]:
         """This machine's address in the cluster, and a port of it that was free a moment ago."""
@@ -138,7 +134,7 @@ class LearnerGroup:
     def ready(self) -> None:
         """Wait until every rank has built its part; any other call waits as well.
 
-        Construction returns at once, so that other actors can start at the same time.
+        Construction returns at once, so that the rollout actors can start at the same time.
         """
         starting, self._starting = self._starting, []
         self._results(starting)
@@ -245,9 +241,11 @@ class LearnerGroup:
                 ray.get(done)
             return ray.get(refs)
         except RayTaskError as error:
+            told = isinstance(error.cause, (UserError, RunFailed))
+            death = None if told else _death(waiting)  # a peer may notice it before Ray does
             self._kill()
-            if _LOST_PEER.search(str(error.cause)):  # another rank noticed before Ray did
-                raise _ended(error) from error
+            if death is not None:
+                raise _ended(death) from error
             if isinstance(error.cause, Exception):
                 raise error.cause from None
             raise
@@ -264,8 +262,18 @@ class LearnerGroup:
             self._folder = None
 
 
-# What gloo and NCCL say to a rank whose peer is gone.
-_LOST_PEER = re.compile(r"Connection (reset|closed) by peer|remote process exited")
+def _death(refs: list[ray.ObjectRef]) -> RayError | None:
+    """How one of the actors behind ``refs`` ended, if one does within `DEATH_SECONDS`."""
+    deadline = time.monotonic() + DEATH_SECONDS
+    while refs and (left := deadline - time.monotonic()) > 0:
+        done, refs = ray.wait(refs, timeout=left)
+        try:
+            ray.get(done)
+        except RayTaskError:
+            pass  # one more rank that missed its peer
+        except RayError as error:
+            return error
+    return None
 
 
 def _ended(error: Exception) -> RunFailed:

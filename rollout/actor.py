@@ -68,11 +68,6 @@ class RolloutActor:
         self._calls = EnvCalls(self._config.concurrency, self._config.env_timeout_s)
         return os.getpid()
 
-    @ray.method(concurrency_group="sync")
-    def ping(self) -> int:
-        """The process id, as a sign of life."""
-        return os.getpid()
-
     def run(
         self, tasks: Sequence[Task], group_size: int, greedy: bool = False
     ) -> tuple[list[Group], RolloutStats]:

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from ..configs.schema import RolloutConfig
-from ..envs.base import MessageEnv
+from ..envs.base import MessageEnv, succeeded
 from ..envs.types import Message, StopReason, Task
 from ..policy.images import Placed
 from .calls import EnvCalls, Outcome, answer, build, number, shown
@@ -316,7 +316,7 @@ class _Run:
 
     def _finish(self, episode: _Episode, stop: StopReason, error: str | None = None) -> None:
         self._leave(episode)
-        reward = None if stop is StopReason.ERROR else float(sum(episode.rewards))
+        failed, terminated = stop is StopReason.ERROR, stop is StopReason.TERMINATED
         threshold = 1.0 if episode.env is None else episode.env.success_threshold
         self.finished[episode.task.id].append(
             Trajectory(
@@ -324,8 +324,8 @@ class _Run:
                 sibling=episode.sibling,
                 segments=tuple(episode.segments),
                 turn_rewards=tuple(episode.rewards),
-                reward=reward,
-                success=reward is not None and reward >= threshold,
+                reward=None if failed else float(sum(episode.rewards)),
+                success=not failed and succeeded(episode.rewards, threshold, terminated),
                 stop=stop,
                 turns=len(episode.rewards),
                 error=error,

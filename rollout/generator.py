@@ -108,12 +108,6 @@ class NativeGenerator:
     def busy(self) -> bool:
         return self._num_asked > 0
 
-    @property
-    def num_sessions(self) -> int:
-        """Open sessions, waiting ones included."""
-        opening = sum(len(o.sessions) - 1 for o in self._openings.values())
-        return len(self._rows) - len(self._closed) + opening + len(self._unplaced)
-
     def open(
         self,
         prompt: np.ndarray,

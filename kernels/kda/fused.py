@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .passes import gradients, prepare_chunks, scan, scan_backward
+from .backward import gradients, scan_backward
+from .forward import forward as run_forward
 from .tables import Options, Prepared
 
 HEAD_SIZES = (16, 32, 64, 128)
@@ -33,8 +34,9 @@ class ChunkKda(torch.autograd.Function):
         options: Options,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         with on_device_of(v):
-            prepared = prepare_chunks(q, k, g, beta, a_log, dt_bias, options)
-            out, last, written, states = scan(prepared, v, initial, final, save, options)
+            prepared, out, last, written, states = run_forward(
+                (q, k, v, g, beta), (a_log, dt_bias), initial, final, save, options
+            )
         if save:
             inputs = (q, k, v, g, beta, a_log, dt_bias, initial)
             ctx.save_for_backward(*inputs, out, written, states, *prepared)

@@ -22,6 +22,7 @@ from .gluon_grad_parts import (
     halves,
     log2_decay,
     open_share,
+    rounded,
     running_sum,
     store_residual,
     store_turned,
@@ -103,19 +104,20 @@ def key_stage(
     parts = warpgroup_mma(turned_state, left_stack.permute((1, 0)), wide_zero, is_async=True)
     k_unit = gl.where(inside, k.permute((1, 0)).load(thin).to(gl.float32), 0.0)
     k_unit *= k_scale_tile.load(across)[None, :]
-    k_fall = (k_unit * fall).to(work)
+    k_fall, k_fallen = rounded(k_unit * fall)
     nears = warpgroup_mma(
         gl.convert_layout(k_fall, left), pairs.permute((1, 0)), wide_zero, is_async=True
     )
     q_unit = gl.where(inside, q.permute((1, 0)).load(thin).to(gl.float32), 0.0)
     q_unit *= q_scale_tile.load(across)[None, :]
-    q_rise = (q_unit * rise).to(work)
-    k_rise = (k_unit * rise).to(work)
+    q_rise, q_risen = rounded(q_unit * rise)
+    k_rise, k_risen = rounded(k_unit * rise)
     parts, nears = warpgroup_mma_wait(0, deps=[parts, nears])
     part, gradient = halves(parts, thin)
     near, k_near = halves(nears, thin)
     part = gl.where(inside, part * (rise * (unanchor * scale)), 0.0)
-    d_grown = q_unit * part + q_rise.to(gl.float32) * near * size
+    # The products of near parts are of order 1, their factors far from it: scaled last.
+    d_grown = q_unit * part + (q_risen * near + k_risen * k_near) * size
     part += rise * near * size + read_tile.load(across)[None, :] * k_unit
     if NORM:
         part -= q_unit * q_along_tile.load(across)[None, :]
@@ -123,14 +125,14 @@ def key_stage(
     store_turned(dq + base, part, q, row, length, heads * K, column, line_layout)
 
     gradient *= rise * (strength_tile.load(across) * -unanchor)[None, :]
-    d_grown += k_unit * gradient + k_rise.to(gl.float32) * k_near * size
+    d_grown += k_unit * gradient
     gradient += rise * k_near * size
     part = warpgroup_mma(turned_d_state, u.permute((1, 0)), zero, is_async=True)
     near = warpgroup_mma(beside(q_rise, k_rise, left), pairs, zero, is_async=True)
     part, near = warpgroup_mma_wait(0, deps=[part, near])
     part *= fall * gl.exp2(total + ANCHOR)[:, None]
     last = last * gl.exp2(total) + gl.sum(k_unit * part, 1)
-    d_grown -= k_unit * part + k_fall.to(gl.float32) * near * size
+    d_grown -= k_unit * part + k_fallen * near * size
     gradient += part + fall * near * size + read_tile.load(across)[None, :] * q_unit
     if NORM:
         gradient -= k_unit * k_along_tile.load(across)[None, :]
@@ -193,11 +195,12 @@ def grad_hopper_kernel(
     GATE: gl.constexpr,
     SIGMOID: gl.constexpr,
 ):
-    """As `triton_grad.grad_kernel`; the same grid. ``C`` 32, ``PIECE`` 64, four warps."""
+    """As `triton_grad.grad_kernel`, grid (chunks K / PIECE, H); ``C`` 32, ``PIECE`` 64, 4 warps."""
     work: gl.constexpr = gl.bfloat16
-    chunk = gl.program_id(0)
+    # The pieces of a chunk run next to each other: the second finds its tiles in the cache.
+    piece = gl.program_id(0) % (K // PIECE)
+    chunk = gl.program_id(0) // (K // PIECE)
     head = gl.program_id(1)
-    piece = gl.program_id(2)
     start = gl.load(chunk_table + 2 * chunk)
     length = gl.load(chunk_table + 2 * chunk + 1)
     space = head.to(gl.int64) * chunks + chunk

@@ -92,13 +92,50 @@ def copy_tiles(
 
 
 @gluon.jit
+def thirds(x):
+    """Three bf16 that add up to ``x``; two values at a time, which the compiler misses."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b; .reg .f32 c, d, e, f;
+        cvt.rn.bf16x2.f32 $0, $4, $3;
+        shl.b32 a, $0, 16; and.b32 b, $0, 0xffff0000; mov.b32 c, a; mov.b32 d, b;
+        sub.f32 e, $3, c; sub.f32 f, $4, d;
+        cvt.rn.bf16x2.f32 $1, f, e;
+        shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; mov.b32 c, a; mov.b32 d, b;
+        sub.f32 e, e, c; sub.f32 f, f, d;
+        cvt.rn.bf16x2.f32 $2, f, e;
+        }""",
+        "=&r,=&r,=r,f,f",
+        [x],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def rounded(x):
+    """``x`` in bf16, and that in fp32."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b;
+        cvt.rn.bf16x2.f32 $0, $4, $3;
+        shl.b32 a, $0, 16; and.b32 b, $0, 0xffff0000;
+        mov.b32 $1, a; mov.b32 $2, b;
+        }""",
+        "=&r,=f,=f,f,f",
+        [x],
+        dtype=(gl.bfloat16, gl.float32),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
 def running_sum(x, ones, layout: gl.constexpr):
     """``x [P, C]`` times a matrix of zeros and ones in shared memory, exact up to fp32 sums."""
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    high = x.to(gl.bfloat16)
-    rest = x - high.to(gl.float32)
-    middle = rest.to(gl.bfloat16)
-    low = (rest - middle.to(gl.float32)).to(gl.bfloat16)
+    high, middle, low = thirds(x)
     zero = gl.zeros(x.shape, gl.float32, layout)
     total = warpgroup_mma(gl.convert_layout(low, left), ones, zero, is_async=True)
     total = warpgroup_mma(gl.convert_layout(middle, left), ones, total, is_async=True)

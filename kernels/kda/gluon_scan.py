@@ -18,23 +18,68 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def copy_chunks(descs, buffers, ready, free, line, token, column, count, STAGES: gl.constexpr):
-    """Fill the stages in turn with the six tiles of each chunk."""
-    kt_desc, qt_desc, kh_desc, inv_desc, att_desc, v_desc = descs
-    kt, qt, kh, inv, att, v = buffers
+def open_stages(descs, STAGES: gl.constexpr):
+    """Shared memory for ``STAGES`` chunks of the tiles of ``descs``, each with two barriers."""
+    kt_desc, qt_desc, kh_desc, inv_desc, att_desc, decay_desc, beta_desc, v_desc = descs
+    work: gl.constexpr = kt_desc.dtype
+    C: gl.constexpr = kt_desc.block_type.shape[0]
+    K: gl.constexpr = kt_desc.block_type.shape[1]
+    BV: gl.constexpr = v_desc.block_type.shape[1]
+    kt = gl.allocate_shared_memory(work, [STAGES, C, K], kt_desc.layout)
+    qt = gl.allocate_shared_memory(work, [STAGES, C, K], qt_desc.layout)
+    kh = gl.allocate_shared_memory(work, [STAGES, C, K], kh_desc.layout)
+    inv = gl.allocate_shared_memory(work, [STAGES, C, C], inv_desc.layout)
+    att = gl.allocate_shared_memory(work, [STAGES, C, C], att_desc.layout)
+    decay = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K], decay_desc.layout)
+    beta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, C], beta_desc.layout)
+    v = gl.allocate_shared_memory(work, [STAGES, C, BV], v_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(free.index(s), count=1)
+    fence_async_shared()
+    return (kt, qt, kh, inv, att, decay, beta, v), ready, free
+
+
+@gluon.jit
+def copy_chunks(
+    descs,
+    buffers,
+    ready,
+    free,
+    first,
+    token,
+    column,
+    count,
+    STAGES: gl.constexpr,
+    BACKWARD: gl.constexpr,
+):
+    """Fill the stages in turn with the tiles of each chunk; ``BACKWARD``: last chunk first."""
+    kt_desc, qt_desc, kh_desc, inv_desc, att_desc, decay_desc, beta_desc, v_desc = descs
+    kt, qt, kh, inv, att, decay, beta, v = buffers
     C: gl.constexpr = kt_desc.block_type.shape[0]
     TILES: gl.constexpr = (
-        3 * kt_desc.block_type.nbytes + 2 * inv_desc.block_type.nbytes + v_desc.block_type.nbytes
+        3 * kt_desc.block_type.nbytes
+        + 2 * inv_desc.block_type.nbytes
+        + decay_desc.block_type.nbytes
+        + beta_desc.block_type.nbytes
+        + v_desc.block_type.nbytes
     )
     for i in range(count):
         stage = i % STAGES
         mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
         bar = ready.index(stage)
         mbarrier.expect(bar, TILES)
-        row = line + i * C
+        chunk = i
+        if BACKWARD:
+            chunk = count - 1 - i
+        row = (first + chunk) * C
         tma.async_copy_global_to_shared(kt_desc, [row, 0], bar, kt.index(stage))
-        tma.async_copy_global_to_shared(v_desc, [token + i * C, column], bar, v.index(stage))
+        tma.async_copy_global_to_shared(v_desc, [token + chunk * C, column], bar, v.index(stage))
+        tma.async_copy_global_to_shared(beta_desc, [first + chunk, 0], bar, beta.index(stage))
         tma.async_copy_global_to_shared(inv_desc, [row, 0], bar, inv.index(stage))
+        tma.async_copy_global_to_shared(decay_desc, [first + chunk, 0], bar, decay.index(stage))
         tma.async_copy_global_to_shared(qt_desc, [row, 0], bar, qt.index(stage))
         tma.async_copy_global_to_shared(att_desc, [row, 0], bar, att.index(stage))
         tma.async_copy_global_to_shared(kh_desc, [row, 0], bar, kh.index(stage))
@@ -45,8 +90,6 @@ def run_chunks(
     buffers,
     ready,
     free,
-    decay,
-    beta,
     out,
     initial,
     final,
@@ -68,7 +111,7 @@ def run_chunks(
     STAGES: gl.constexpr,
 ):
     """The chain over one sequence's chunks for ``BV`` value columns."""
-    kt, qt, kh, inv, att, v = buffers
+    kt, qt, kh, inv, att, decay, beta, v = buffers
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     wide_left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
@@ -91,13 +134,8 @@ def run_chunks(
     out_row = gl.arange(0, C, layout=gl.SliceLayout(1, rows))
     out_column = column + gl.arange(0, BV, layout=gl.SliceLayout(0, rows))
     none = gl.zeros([BV, C], gl.float32, thin)
-    shrink = gl.load(decay + channel)
-    strength = gl.load(beta + token)
     for i in range(count):
         stage = i % STAGES
-        after = gl.minimum(i + 1, count - 1)
-        next_shrink = gl.load(decay + after * K + channel)
-        next_strength = gl.load(beta + after * C + token)
         left = gl.convert_layout(state.to(work), wide_left)
         thin_state = gl.convert_layout(left, gl.DotOperandLayout(0, thin, 2))
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
@@ -109,7 +147,7 @@ def run_chunks(
         )
         v_turned = v.index(stage).permute((1, 0)).load(thin).to(gl.float32)
         seen = warpgroup_mma_wait(1, deps=[seen])
-        x = (v_turned - seen) * strength[None, :]
+        x = (v_turned - seen) * beta.index(stage).load(thin)
         x = gl.where((i * C + token < length)[None, :], x, 0.0)
         u = warpgroup_mma(
             gl.convert_layout(x.to(work), thin_left),
@@ -122,7 +160,7 @@ def run_chunks(
             h_tile.store(state.to(work))
             fence_async_shared()
             tma.async_copy_shared_to_global(h_desc, [h_row + i * V, 0], h_tile)
-        state = state * shrink[None, :]
+        state = state * decay.index(stage).load(wide)
         u, o = warpgroup_mma_wait(0, deps=[u, o])
         written = u.to(work)
         u_left = gl.convert_layout(written, thin_left)
@@ -143,8 +181,6 @@ def run_chunks(
         )
         state = warpgroup_mma_wait(0, deps=[state])
         mbarrier.arrive(free.index(stage), count=1)
-        shrink = next_shrink
-        strength = next_strength
     if FINAL:
         gl.store(final + place, state)
     if SAVE:
@@ -158,10 +194,10 @@ def scan_hopper_kernel(
     kh_desc,
     inv_desc,
     att_desc,
+    decay_desc,
+    beta_desc,
     v_desc,
     h_desc,
-    decay,
-    beta,
     out,
     initial,
     final,
@@ -190,21 +226,8 @@ def scan_hopper_kernel(
     count = gl.cdiv(length, C)
     # An empty last sequence has no chunk; what is read for it is not used, but must be there.
     space = head.to(gl.int64) * chunks + gl.minimum(first, chunks - 1)
-    line = (head * chunks + first) * C
-    kt = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, K], kt_desc.layout)
-    qt = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, K], kt_desc.layout)
-    kh = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, K], kt_desc.layout)
-    inv = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, C], inv_desc.layout)
-    att = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, C], inv_desc.layout)
-    v = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, BV], v_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
-    fence_async_shared()
-    buffers = (kt, qt, kh, inv, att, v)
-    descs = (kt_desc, qt_desc, kh_desc, inv_desc, att_desc, v_desc)
+    descs = (kt_desc, qt_desc, kh_desc, inv_desc, att_desc, decay_desc, beta_desc, v_desc)
+    buffers, ready, free = open_stages(descs, STAGES)
     edge = (number * heads + head) * K * V + column
     out += (start.to(gl.int64) * heads + head) * V
     if SAVE:
@@ -217,8 +240,6 @@ def scan_hopper_kernel(
                     buffers,
                     ready,
                     free,
-                    decay + space * K,
-                    beta + space * C,
                     out,
                     initial,
                     final,
@@ -242,7 +263,18 @@ def scan_hopper_kernel(
             ),
             (
                 copy_chunks,
-                (descs, buffers, ready, free, line, start, head * v_h + column, count, STAGES),
+                (
+                    descs,
+                    buffers,
+                    ready,
+                    free,
+                    head * chunks + first,
+                    start,
+                    head * v_h + column,
+                    count,
+                    STAGES,
+                    False,
+                ),
             ),
         ],
         [1],

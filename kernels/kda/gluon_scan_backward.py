@@ -12,31 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-
-@gluon.jit
-def copy_chunks_backward(
-    descs, buffers, ready, free, line, token, column, count, STAGES: gl.constexpr
-):
-    """As `copy_chunks`, last chunk first."""
-    kt_desc, qt_desc, kh_desc, inv_desc, att_desc, do_desc = descs
-    kt, qt, kh, inv, att, do = buffers
-    C: gl.constexpr = kt_desc.block_type.shape[0]
-    TILES: gl.constexpr = (
-        3 * kt_desc.block_type.nbytes + 2 * inv_desc.block_type.nbytes + do_desc.block_type.nbytes
-    )
-    for i in range(count):
-        stage = i % STAGES
-        mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
-        bar = ready.index(stage)
-        mbarrier.expect(bar, TILES)
-        chunk = count - 1 - i
-        row = line + chunk * C
-        tma.async_copy_global_to_shared(kh_desc, [row, 0], bar, kh.index(stage))
-        tma.async_copy_global_to_shared(do_desc, [token + chunk * C, column], bar, do.index(stage))
-        tma.async_copy_global_to_shared(att_desc, [row, 0], bar, att.index(stage))
-        tma.async_copy_global_to_shared(inv_desc, [row, 0], bar, inv.index(stage))
-        tma.async_copy_global_to_shared(qt_desc, [row, 0], bar, qt.index(stage))
-        tma.async_copy_global_to_shared(kt_desc, [row, 0], bar, kt.index(stage))
+from .gluon_scan import copy_chunks, open_stages
 
 
 @gluon.jit
@@ -44,8 +20,6 @@ def run_chunks_backward(
     buffers,
     ready,
     free,
-    decay,
-    beta,
     d_initial,
     d_final,
     z_out,
@@ -64,7 +38,7 @@ def run_chunks_backward(
     STAGES: gl.constexpr,
 ):
     """The chain over one sequence's chunks, last first, for ``BV`` value columns."""
-    kt, qt, kh, inv, att, do = buffers
+    kt, qt, kh, inv, att, decay, beta, do = buffers
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     wide_left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
@@ -82,15 +56,9 @@ def run_chunks_backward(
     out_row = gl.arange(0, C, layout=gl.SliceLayout(1, rows))
     out_column = column + gl.arange(0, BV, layout=gl.SliceLayout(0, rows))
     none = gl.zeros([BV, C], gl.float32, thin)
-    final = gl.maximum(count - 1, 0)  # 0 in an empty sequence, where it is not used
-    shrink = gl.load(decay + final * K + channel)
-    strength = gl.load(beta + final * C + token)
     for i in range(count):
         stage = i % STAGES
         chunk = count - 1 - i
-        before = gl.maximum(chunk - 1, 0)
-        next_shrink = gl.load(decay + before * K + channel)
-        next_strength = gl.load(beta + before * C + token)
         leaving = d_state.to(work)
         left = gl.convert_layout(gl.convert_layout(leaving, wide_left), thin_left)
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
@@ -106,7 +74,7 @@ def run_chunks_backward(
         tile.store(leaving)
         fence_async_shared()
         tma.async_copy_shared_to_global(dh_desc, [h_row + chunk * V, 0], tile)
-        d_state = d_state * shrink[None, :]
+        d_state = d_state * decay.index(stage).load(wide)
         d_state = warpgroup_mma(
             gl.convert_layout(do_left, wide_left), qt.index(stage), d_state, is_async=True
         )
@@ -115,7 +83,7 @@ def run_chunks_backward(
             gl.convert_layout(du.to(work), thin_left), inv.index(stage), du, is_async=True
         )
         z, d_state = warpgroup_mma_wait(0, deps=[z, d_state])
-        written = gl.convert_layout((z * -strength[None, :]).to(work), thin_left)
+        written = gl.convert_layout((z * -beta.index(stage).load(thin)).to(work), thin_left)
         d_state = warpgroup_mma(
             gl.convert_layout(written, wide_left), kt.index(stage), d_state, is_async=True
         )
@@ -124,8 +92,6 @@ def run_chunks_backward(
         gl.store(z_out + z_place, turned.load(rows))
         d_state = warpgroup_mma_wait(0, deps=[d_state])
         mbarrier.arrive(free.index(stage), count=1)
-        shrink = next_shrink
-        strength = next_strength
     if INITIAL:
         gl.store(d_initial + place, d_state)
     tma.store_wait(0)
@@ -138,10 +104,10 @@ def scan_backward_hopper_kernel(
     kh_desc,
     inv_desc,
     att_desc,
+    decay_desc,
+    beta_desc,
     do_desc,
     dh_desc,
-    decay,
-    beta,
     d_initial,
     d_final,
     z_out,
@@ -167,21 +133,8 @@ def scan_backward_hopper_kernel(
     length = gl.load(sequence_table + 4 * sequence + 3)
     count = gl.cdiv(length, C)
     space = head.to(gl.int64) * chunks + gl.minimum(first, chunks - 1)
-    line = (head * chunks + first) * C
-    kt = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, K], kt_desc.layout)
-    qt = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, K], kt_desc.layout)
-    kh = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, K], kt_desc.layout)
-    inv = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, C], inv_desc.layout)
-    att = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, C], inv_desc.layout)
-    do = gl.allocate_shared_memory(kt_desc.dtype, [STAGES, C, BV], do_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
-    fence_async_shared()
-    buffers = (kt, qt, kh, inv, att, do)
-    descs = (kt_desc, qt_desc, kh_desc, inv_desc, att_desc, do_desc)
+    descs = (kt_desc, qt_desc, kh_desc, inv_desc, att_desc, decay_desc, beta_desc, do_desc)
+    buffers, ready, free = open_stages(descs, STAGES)
     edge = (number * heads + head) * K * V + column
     gl.warp_specialize(
         [
@@ -191,8 +144,6 @@ def scan_backward_hopper_kernel(
                     buffers,
                     ready,
                     free,
-                    decay + space * K,
-                    beta + space * C,
                     d_initial,
                     d_final,
                     z_out + space * C * V,
@@ -212,8 +163,19 @@ def scan_backward_hopper_kernel(
                 ),
             ),
             (
-                copy_chunks_backward,
-                (descs, buffers, ready, free, line, start, head * do_h + column, count, STAGES),
+                copy_chunks,
+                (
+                    descs,
+                    buffers,
+                    ready,
+                    free,
+                    head * chunks + first,
+                    start,
+                    head * do_h + column,
+                    count,
+                    STAGES,
+                    True,
+                ),
             ),
         ],
         [1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +24,7 @@ class Tables:
     sequences: torch.Tensor
 
 
-_captured: list[Tables] = []  # a CUDA graph reads its tables as long as it lives
+_captured: list[object] = []  # a CUDA graph reads its tables as long as it lives
 
 
 def tables(bounds: tuple[int, ...], size: int, device: torch.device) -> Tables:
@@ -47,6 +48,36 @@ def _tables(bounds: tuple[int, ...], size: int, device: torch.device) -> Tables:
     order = torch.argsort(counts, descending=True, stable=True)
     sequences = torch.stack([order, first[order], edges[order], lengths[order]], 1)
     return Tables(chunks.int().to(device), sequences.int().to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some chunks of a single sequence; ``sequences`` [1, 4] as in `Tables`, of these alone."""
+
+    chunks: range
+    sequences: torch.Tensor
+
+
+def pieces(bounds: tuple[int, ...], size: int, parts: int, device: torch.device) -> list[Piece]:
+    """The only sequence between ``bounds`` in ``parts`` pieces of about the same length."""
+    found = _pieces(bounds, size, parts, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured.append(found)
+    return found
+
+
+@lru_cache(maxsize=4)
+@torch.inference_mode(False)
+def _pieces(bounds: tuple[int, ...], size: int, parts: int, device: torch.device) -> list[Piece]:
+    start, end = bounds
+    count = -(-(end - start) // size)
+    edges = [count * part // parts for part in range(parts + 1)]
+    found: list[Piece] = []
+    for first, after in itertools.pairwise(edges):
+        begin, stop = start + first * size, min(start + after * size, end)
+        row = torch.tensor([[0, first, begin, stop - begin]], dtype=torch.int32)
+        found.append(Piece(range(first, after), row.to(device)))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

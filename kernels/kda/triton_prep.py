@@ -86,7 +86,7 @@ def unit_lower_inverse(lower, C: tl.constexpr, HALF: tl.constexpr):
     return inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def prep_kernel(
     q,
     k,
@@ -106,6 +106,7 @@ def prep_kernel(
     k_norm,
     scale,
     bound,
+    first,
     chunks,
     q_t,
     k_t,
@@ -125,7 +126,7 @@ def prep_kernel(
     PRECISION: tl.constexpr,
 ):
     """One chunk of one head; grid (chunks, H). Rows past the sequence's end write zeros."""
-    chunk = tl.program_id(0)
+    chunk = first + tl.program_id(0)
     head = tl.program_id(1)
     start = tl.load(chunk_table + 2 * chunk).to(tl.int64)
     length = tl.load(chunk_table + 2 * chunk + 1)

@@ -17,8 +17,14 @@ FLAGS: dict[str, Any] = {
     "use_beta_sigmoid_in_kernel": True,
 }
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
-# Relative error allowed against fp64 on the same 16-bit inputs.
-ALLOWED = {"q": 5e-3, "k": 5e-3, "v": 5e-3, "g": 6e-3, "beta": 6e-3, "A_log": 2e-2, "dt_bias": 6e-3}
+# Relative error allowed against fp64 on the same 16-bit inputs. The last two are sums over tokens,
+# of terms that may cancel: their errors are relative to the larger of sum and terms.
+ALLOWED = {"q": 5e-3, "k": 5e-3, "v": 5e-3, "g": 6e-3, "beta": 6e-3, "A_log": 6e-3, "dt_bias": 6e-3}
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
 
 
 def draw(
@@ -63,10 +69,18 @@ def test_errors_stay_below_those_of_the_16_bit_inputs(shift: float, width: int, 
     assert relative(out, expected) < 4e-3
     assert relative(final, expected_final) < 4e-3
     assert s.grad is not None and t.grad is not None and relative(s.grad, t.grad) < 5e-3
+    d_gate = wide["g"].grad
+    assert d_gate is not None
+    terms = {
+        "A_log": d_gate * (wide["g"] + wide["dt_bias"].view(2, width)).detach(),
+        "dt_bias": d_gate,
+    }
     for name in NAMES:
         a, b = narrow[name].grad, wide[name].grad
         assert a is not None and b is not None
-        assert relative(a, b) < ALLOWED[name], name
+        size = max(b.norm(), terms.get(name, b).norm())
+        error = float((a.double() - b).norm() / size)
+        assert error < ALLOWED[name], name
 
 
 def test_gate_gradient_at_the_bound() -> None:
@@ -133,6 +147,26 @@ def test_pieces_with_carried_state_have_the_bits_of_one_pass() -> None:
         outs.append(out)
     assert final is not None and state is not None
     assert torch.equal(torch.cat(outs, 1), whole) and torch.equal(state, final)
+
+
+def test_passes_that_overlap_change_no_bit() -> None:
+    """A long sequence of few heads alone is cut into pieces, in a pack it is not."""
+    inputs = draw(9000, 4)
+    sequence = {n: (x[:, :8190] if x.dim() > 2 else x) for n, x in inputs.items()}
+    d_out = torch.randn_like(sequence["v"])
+
+    def both(given: dict[str, torch.Tensor], bounds: list[int]) -> list[torch.Tensor]:
+        leaves = {n: x.clone().requires_grad_() for n, x in given.items()}
+        out, _ = chunk_kda(**leaves, cu_seqlens=torch.tensor(bounds), **FLAGS)
+        out = out[:, :8190]
+        names = ("q", "k", "v", "g", "beta")
+        grads = torch.autograd.grad(out, [leaves[n] for n in names], d_out)
+        return [out, *(x[:, :8190] for x in grads)]
+
+    packed = both(inputs, [0, 8190, 9000])
+    for _ in range(20):
+        alone = both(sequence, [0, 8190])
+        assert all(torch.equal(a, b) for a, b in zip(alone, packed, strict=True))
 
 
 def test_batched_rows_equal_packed_sequences() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from farhorizon.configs.errors import RunFailed, UserError
@@ -25,7 +26,7 @@ from farhorizon.policy.weights import PolicyVersion
 from farhorizon.rl.algorithms import make_algorithm
 from farhorizon.rl.batch import samples_of_groups
 from farhorizon.rl.types import UpdateResult
-from farhorizon.rollout.types import Group, RolloutStats, Trajectory
+from farhorizon.rollout.types import Group, RolloutStats, Segment, Trajectory
 
 
 class Pool:
@@ -120,6 +121,30 @@ def test_no_batch_is_played_that_no_step_needs(start: Start, ahead: int) -> None
     pool = Pool()
     train._loop(start(pool, max_staleness=ahead))
     assert pool.submitted == [f"echo-v0/train/{index}" for index in (0, 2, 4)]
+
+
+@pytest.mark.parametrize(("allowed", "learned"), [(0, ["new"]), (1, ["older", "new"])])
+def test_a_group_that_is_too_old_is_dropped_and_counted(
+    start: Start, capsys: pytest.CaptureFixture[str], allowed: int, learned: list[str]
+) -> None:
+    def played(name: str, version: int) -> Group:
+        one = np.zeros(1, np.int32)
+        sampled = Segment(one, True, np.zeros(1, np.float32), one + version)
+        episode = Trajectory(name, 0, (sampled,), (0.0,), 0.0, False, StopReason.TERMINATED, 1)
+        return Group(name, (episode,))
+
+    pool: Any = Pool()
+    pool.version = PolicyVersion(4, "")
+    groups = [played("oldest", 2), played("older", 3), played("new", 4)]
+    pool.collect = lambda refs: (groups, RolloutStats())
+    job = start(pool, steps=1, max_staleness=allowed)
+    learner: Any = job.learner
+    update, seen = learner.update, []
+    learner.update = lambda groups: seen.extend(g.task_id for g in groups) or update(groups)
+    train._loop(job)
+    assert seen == learned
+    assert job.recorder.rows[-1]["train/groups_stale"] == 3 - len(learned)
+    assert f"0 failed episodes, {3 - len(learned)} stale groups" in capsys.readouterr().out
 
 
 def test_the_rate_falls_over_the_last_share_of_the_steps(start: Start) -> None:

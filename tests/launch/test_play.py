@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from farhorizon.configs.errors import UserError
+from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.schema import EnvConfig, PlayConfig, RolloutConfig
 from farhorizon.envs import check_env, register, registry
 from farhorizon.envs.echo import Echo
@@ -56,8 +56,18 @@ def test_an_environment_that_raises_is_one_line_with_its_place(tmp_path: Path, m
         "register('odd-v0', Odd)\n"
     )
     message = rf"^env: {method} of Odd failed with RuntimeError: out of red \(odd_.*, line 5\)$"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(RunFailed, match=message):
         play(PlayConfig(env=EnvConfig(id="odd-v0", plugins=(str(plugin),))))
+
+
+def test_an_episode_that_fails_under_a_policy_is_shown_and_told(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fakes = Path(__file__).parents[1] / "fakes.py"
+    env = EnvConfig(id="scripted-v0", kwargs={"fail_at": 1}, plugins=(str(fakes),))
+    with pytest.raises(RunFailed, match=r"^env: .*the sandbox is gone[^\n]*$"):
+        play(PlayConfig(env=env, policy=str(checkpoint)))
+    assert "reward none  success False  turns 0  stop error" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("threshold", [None, "1", True, float("nan")])

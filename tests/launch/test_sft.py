@@ -17,10 +17,13 @@ import torch
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import dump_config, load_config
 from farhorizon.configs.schema import EnvConfig, SftConfig
+from farhorizon.envs.expert import expert_messages
+from farhorizon.envs.registry import make_config
+from farhorizon.envs.types import Task
 from farhorizon.launch.sft import DATA_FILE, collect, run_sft, train_ranks
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.checkpoint import load_checkpoint, save_checkpoint
-from farhorizon.policy.corpus import Demonstration, expert_messages, save_demonstrations
+from farhorizon.policy.corpus import Demonstration, save_demonstrations
 from farhorizon.policy.records import StageRecord
 from farhorizon.policy.tokenizer import (
     ChatFormat,
@@ -36,10 +39,8 @@ ENV = EnvConfig(id="echo-v0")
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from farhorizon.envs.registry import make_config
-
     env = make_config(ENV)
-    texts = [m.content for seed in range(30) for m in expert_messages(env, seed)]
+    texts = [m.content for seed in range(30) for m in expert_messages(env, Task("", seed))]
     tokenizer = train_tokenizer(texts, 320, frequent_words(texts, 30))
     config = PolicyConfig.tiny(vocab_size=320, hidden_size=32)
     torch.manual_seed(0)

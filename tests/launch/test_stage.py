@@ -378,11 +378,11 @@ def killed_in_the_second_stage(config: StageConfig, switch: Transition) -> Path:
         ({"stages": (STAGES[1], STAGES[0])}, r"stages\[1\].context=32 is shorter"),
         (
             {"stages": (replace(STAGES[0], context=16, batch_tokens=16),)},
-            r"stages\[0\]: env: the demonstration of seed \d+ is longer than the context of 16",
+            r"stages\[0\]: env: a demonstration is longer than the context of 16",
         ),
         (
             {"stages": (STAGES[0], replace(STAGES[1], env_kwargs={"turns": 30}))},
-            r"stages\[1\]: env: the demonstration of seed \d+ is longer than the context of 64",
+            r"stages\[1\]: env: a demonstration is longer than the context of 64",
         ),
         ({"episode_fraction": 1.5}, "between 0 and 1"),
     ],

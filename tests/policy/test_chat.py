@@ -18,6 +18,7 @@ from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import RolloutConfig
 from farhorizon.envs import Echo, MessageEnv
 from farhorizon.envs.base import Observation, Step
+from farhorizon.envs.expert import expert_messages
 from farhorizon.envs.messages import conversation, said, tool_results
 from farhorizon.envs.types import Action, Message, Task, ToolCall
 from farhorizon.policy.bpe import MEDIA_TOKENS, text_token_room
@@ -55,6 +56,7 @@ PUBLISHED = {
     "[UNK]": 163838,
     "[PAD]": 163839,
 }
+TASK = Task("t", 0)
 CALL = ToolCall("find", {"query": 'a & "b" <|close|>', "limit": 3, "where": {"x": [1, None]}})
 EPISODE = conversation(
     [
@@ -327,9 +329,7 @@ def test_an_episode_hears_tool_calls_and_reads_back_as_messages(chat: ChatFormat
     turns = [chat.render(message)[len(chat.prompt()) :] for message in (called, answer)]
     env = Repeater()
     config = RolloutConfig(max_turn_tokens=1000)
-    groups, _ = run_groups(
-        ScriptedGenerator(turns), [Task("t", 0)], 1, lambda: env, chat, config, 4096
-    )
+    groups, _ = run_groups(ScriptedGenerator(turns), [TASK], 1, lambda: env, chat, config, 4096)
     (played,) = groups[0].trajectories
     assert env.heard == [called, answer]
     assert chat.parse(played.token_ids.tolist()) == [
@@ -339,7 +339,7 @@ def test_an_episode_hears_tool_calls_and_reads_back_as_messages(chat: ChatFormat
 
 
 def test_a_demonstration_is_masked_as_a_rollout_of_it(chat: ChatFormat) -> None:
-    shown = demonstration(Echo(turns=2), 0, chat)
+    shown = demonstration(expert_messages(Echo(turns=2), TASK), chat)
     messages = chat.parse(shown.token_ids.tolist())
     assert [m.role for m in messages] == ["user", "assistant", "tool", "assistant"]
     sampled = [chat.render(m)[len(chat.prompt()) :] for m in messages if m.role == "assistant"]
@@ -357,7 +357,7 @@ class Caller(Repeater):
 
 
 def test_an_expert_may_call_tools(chat: ChatFormat) -> None:
-    messages = chat.parse(demonstration(Caller(), 0, chat).token_ids.tolist())
+    messages = chat.parse(demonstration(expert_messages(Caller(), TASK), chat).token_ids.tolist())
     assert messages == [
         Message("user", "go"),
         Message("assistant", "", calls=(CALL,)),

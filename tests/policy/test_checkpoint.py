@@ -297,6 +297,22 @@ def test_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["stages/", "checkpoints/", "state/", "run.json"])
+def test_a_run_is_never_replaced(folder: Path, name: str) -> None:
+    path = folder / name
+    path.mkdir() if name.endswith("/") else path.touch()
+    with pytest.raises(UserError, match=f"holds {path.name} of a run; choose another output"):
+        save_checkpoint(folder, policy(1), CONFIG, TOKENIZER, STAGE)
+    assert path.exists()
+
+
+def test_notes_are_part_of_the_folder(folder: Path) -> None:
+    save_checkpoint(folder, policy(), CONFIG, TOKENIZER, STAGE, notes={"metrics.jsonl": "{}\n"})
+    assert (folder / "metrics.jsonl").read_text() == "{}\n"
+    save_checkpoint(folder, policy(), CONFIG, TOKENIZER, STAGE)
+    assert not (folder / "metrics.jsonl").exists()
+
+
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_killed_at_any_moment_only_whole_folders_are_seen(tmp_path: Path) -> None:
     moments = random.Random(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from farhorizon.policy.corpus import (
     TextCorpus,
     cut,
     demonstration,
-    expert_messages,
     sample_texts,
     text_files,
 )
@@ -26,24 +24,7 @@ TOKENIZER = train_tokenizer(["one two three\n"], 300, (" one", " two", "one", "t
 END = TOKENIZER.convert_tokens_to_ids("[EOS]")
 
 
-class TwoTurns:
-    """Shows a word twice; the expert repeats it."""
-
-    success_threshold: ClassVar[float] = 2.0
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[tuple[Message, ...], dict[str, Any]]:
-        self.turn, self.word = 0, ("one", "two")[(seed or 0) % 2]
-        return (Message("user", f" {self.word}"),), {}
-
-    def expert(self) -> str:
-        return self.word
-
-    def step(self, action: str, /) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
-        assert action == self.word
-        self.turn += 1
-        return (Message("tool", f" {self.word}"),), 1.0, self.turn == 2, False, {}
+PLAYED = [Message("user", " two"), Message("assistant", "two")] * 2
 
 
 def folder(tmp_path: Path, files: dict[str, str]) -> str:
@@ -55,31 +36,17 @@ def folder(tmp_path: Path, files: dict[str, str]) -> str:
 
 def test_demonstration_trains_on_what_a_policy_samples() -> None:
     chat = ChatFormat(TOKENIZER)
-    ids, mask = demonstration(TwoTurns(), 1, chat)
-    two = chat.render(Message("assistant", "two"))
-    assert ids.tolist() == [
-        *chat.render(Message("user", " two")),
-        *two,
-        *chat.render(Message("tool", " two")),
-        *two,
-    ]
+    ids, mask = demonstration(PLAYED, chat)
+    assert ids.tolist() == [id for message in PLAYED for id in chat.render(message)]
     # 5 tokens of the user, 3 of the assistant's header, then content and stop; twice.
     assert mask.tolist() == ([False] * 8 + [True] * 2) * 2
     assert ids.dtype == np.int32 and mask.dtype == np.bool_
 
 
-def test_a_failing_expert_is_no_demonstration() -> None:
-    class Strict(TwoTurns):
-        success_threshold: ClassVar[float] = 3.0
-
-    with pytest.raises(UserError, match=r"expert fails on seed 4 \(reward 2, success needs 3\)"):
-        demonstration(Strict(), 4, ChatFormat(TOKENIZER))
-
-
 def test_a_demonstration_longer_than_the_context_is_refused() -> None:
-    with pytest.raises(UserError, match="seed 0 is longer than the context of 19 tokens"):
-        demonstration(TwoTurns(), 0, ChatFormat(TOKENIZER), max_tokens=19)
-    assert len(demonstration(TwoTurns(), 0, ChatFormat(TOKENIZER), max_tokens=20)[0]) == 20
+    with pytest.raises(EpisodeTooLong, match="is longer than the context of 19 tokens"):
+        demonstration(PLAYED, ChatFormat(TOKENIZER), max_tokens=19)
+    assert len(demonstration(PLAYED, ChatFormat(TOKENIZER), max_tokens=20)[0]) == 20
 
 
 def test_files_of_a_folder_follow_each_other_closed_by_eos(tmp_path: Path) -> None:
@@ -168,35 +135,6 @@ def test_a_file_of_one_line_is_read_from_within_it(tmp_path: Path) -> None:
     text = TextCorpus(str(tmp_path), TOKENIZER, "train")
     rng = np.random.default_rng(0)
     assert all(len(text.piece(rng, 8)) == 8 for _ in range(50))
-
-
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("reset", r"^env: reset of Odd failed with KeyError: 'no' \(test_corpus\.py, line \d+\)$"),
-        ("expert", r"^env: expert of Odd failed with KeyError: 'no' \(test_corpus\.py, line"),
-        ("step", r"^env: step of Odd failed with KeyError: 'no' \(test_corpus\.py, line"),
-    ],
-)
-def test_an_environment_that_raises_is_told_with_its_place(method: str, message: str) -> None:
-    class Odd(TwoTurns):
-        pass
-
-    def fails(*arguments: object, **keywords: object) -> None:
-        raise KeyError("no")
-
-    setattr(Odd, method, fails)
-    with pytest.raises(UserError, match=message):
-        list(expert_messages(Odd(), 0))
-
-
-def test_an_expert_that_says_nothing_is_told() -> None:
-    class Odd(TwoTurns):
-        def expert(self) -> Any:
-            return None
-
-    with pytest.raises(UserError, match=r"^env: expert of Odd must return a text, got None$"):
-        list(expert_messages(Odd(), 0))
 
 
 def test_a_single_letter_is_no_text_to_train_on(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 from farhorizon.envs.messages import (
     conversation,
     declare_tools,
-    declared_tools,
     response_format,
     thinking_effort,
     tool_results,
@@ -156,8 +155,8 @@ def test_a_request_is_in_the_published_order() -> None:
     assert request[0].content.endswith(f"\n\n```json\n{declared}\n```")
     assert request[1].content.endswith("\nNow the system is invoked with `thinking_effort=high`.")
     assert request[4].content.endswith('schema:\n```json\n{"a":1,"type":"object"}\n```')
-    assert declared_tools(request[0]) == declared_tools(declare_tools(tools, added=True)) == tools
-    assert declared_tools(request[2]) == []
+    added = declare_tools(tools, added=True).content
+    assert added.endswith(f"for the extended tools.\n\n```json\n{declared}\n```")
     assert read_messages([p for m in request for p in message_pieces(m)]) == request
     with pytest.raises(ValueError, match="none of low, medium, high, max"):
         thinking_effort("very")  # pyright: ignore[reportArgumentType]

@@ -6,19 +6,26 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
+import torch
 
 from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from farhorizon.policy.checkpoint import load_checkpoint
 from farhorizon.policy.records import StageRecord
 from farhorizon.policy.weights import digest
+from farhorizon.rl import batch
 from farhorizon.rl.actor import LearnerGroup
+from farhorizon.rl.algorithms import make_algorithm
+from farhorizon.rl.engine import join, leave
+from farhorizon.rl.learner import Learner
+from farhorizon.rl.types import UpdateResult
 from farhorizon.rollout.sync import WeightReceiver
 from farhorizon.rollout.types import Group
 
@@ -36,11 +43,15 @@ def learner(
 ) -> Iterator[LearnerGroup]:
     """One learner of one rank, then one of two."""
     made = learners(tiny_checkpoint, ranks=request.param, zero_stage=0 if request.param == 1 else 2)
-    pids = ray.get([actor.process_id.remote() for actor in made.actors])
+    pids = _process_ids(made)
     yield made
     made.close()
     made.close()
     _wait_until_gone(pids)
+
+
+def _process_ids(made: LearnerGroup) -> list[int]:
+    return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in made.actors])
 
 
 def _wait_until_gone(pids: list[int]) -> None:
@@ -68,11 +79,29 @@ def groups(step: int) -> list[Group]:
     return made
 
 
-SEEN: dict[str, list[float]] = {}
+@pytest.fixture(scope="module")
+def alone(tiny_checkpoint: Path) -> list[UpdateResult]:
+    """What the two updates of one learner give in this process, without Ray."""
+    environment = dict(os.environ)  # which says afterwards that there are ranks
+    join(0, 1, "", "cpu")
+    try:
+        config = LearnerConfig(lr=1e-3, micro_batch_tokens=32)
+        learner = Learner(load_checkpoint(tiny_checkpoint).policy, config, 1.0)
+        algorithm = make_algorithm(AlgorithmConfig())
+        results = []
+        for step in range(2):
+            kept, _ = batch.samples_of_groups(groups(step), algorithm.advantages)
+            share = batch.shares([s for samples in kept for s in samples], 1, 32)[0]
+            results.append(learner.update([share], algorithm.loss))
+        return results
+    finally:
+        leave()
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def test_updates_publishes_saves_and_resumes(
-    learner: LearnerGroup, tiny_checkpoint: Path, tmp_path: Path
+    learner: LearnerGroup, alone: list[UpdateResult], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     first = learner.update(groups(0))
     assert not first.skipped and first.version == learner.version == 1
@@ -100,9 +129,9 @@ def test_updates_publishes_saves_and_resumes(
     again = learner.update(groups(1))
     assert again == after
 
-    values = [first.metrics["loss"], after.metrics["loss"], after.metrics["grad_norm"]]
-    wanted = SEEN.setdefault("losses", values)
-    assert values == pytest.approx(wanted, rel=1e-4, abs=1e-5)  # one rank or two
+    for got, want in zip((first, after), alone, strict=True):  # one rank or two
+        for name in ("loss", "grad_norm", "entropy"):
+            assert got.metrics[name] == pytest.approx(want.metrics[name], rel=1e-4, abs=1e-5), name
 
 
 def test_text_is_learned_and_evaluated(learner: LearnerGroup) -> None:
@@ -178,12 +207,36 @@ def test_a_rank_that_dies_ends_all_in_one_line(ray_local: None, tiny_checkpoint:
     made = learners(tiny_checkpoint, ranks=2)
     try:
         made.ready()
-        pids = ray.get([actor.process_id.remote() for actor in made.actors])
+        pids = _process_ids(made)
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(RunFailed, match=r"^a rank of the learner ended while it worked: "):
             made.update(groups(0))
         assert made.actors == []
         _wait_until_gone(pids)
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_an_error_of_a_rank_is_told_as_a_peers_end_only_where_one_ended(
+    ray_local: None, tiny_checkpoint: Path, dies: bool
+) -> None:
+    """Whatever its text: rank 0 fails first, rank 1 is killed a moment later or waits."""
+    text = "unhandled system error" if dies else "Connection reset by peer"
+
+    def loss(*_: Any, **__: Any) -> Any:
+        if torch.distributed.get_rank() == 0:
+            raise ConnectionResetError(text)
+        time.sleep(0.5 if dies else 60)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    made = learners(tiny_checkpoint, ranks=2)
+    made.algorithm = replace(made.algorithm, loss=loss)
+    expected = RunFailed if dies else ConnectionResetError
+    try:
+        with pytest.raises(expected, match="^a rank of the learner ended" if dies else text):
+            made.update(groups(0))
+        assert made.actors == []
     finally:
         made.close()
 

@@ -119,7 +119,7 @@ def test_awkward_faults_come_home_as_text_and_the_actor_lives_on(pool: RolloutPo
 def _ping(pool: RolloutPool) -> list[int]:
     import ray
 
-    return ray.get([actor.ping.remote() for actor in pool.actors])
+    return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in pool.actors])
 
 
 def test_a_users_mistake_keeps_its_type_and_its_line(pool: RolloutPool) -> None:

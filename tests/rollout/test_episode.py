@@ -11,6 +11,7 @@ import torch
 
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import RolloutConfig
+from farhorizon.envs.base import Step
 from farhorizon.envs.types import Message, StopReason, Task
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.rl.advantages import group_relative
@@ -362,3 +363,27 @@ def test_visible_context_shows_only_the_last_tokens() -> None:
     )
     assert [known for known, _ in generator.requests] == [[GO, 1], [0, TOOL, 1], [0, TOOL, 1]]
     assert len(groups[0].trajectories[0].token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("threshold", "reward", "context", "stop", "success"),
+    [
+        (1.0, 0.1, 64, StopReason.TERMINATED, True),  # ten times: 0.9999999999999999
+        (1.0, 0.09, 64, StopReason.TERMINATED, False),
+        (-1.0, -0.1, 64, StopReason.TERMINATED, True),
+        (-1.0, -0.1, 10, StopReason.CONTEXT_LIMIT, False),  # cut off before it could fail
+        (-5.0, 0.0, 1, StopReason.CONTEXT_LIMIT, False),  # never played
+    ],
+)
+def test_success_is_of_what_was_played(
+    threshold: float, reward: float, context: int, stop: StopReason, success: bool
+) -> None:
+    class Ten(ScriptedEnv):
+        success_threshold = threshold
+
+        def step(self, action: str) -> Step:
+            messages, _, terminated, truncated, info = super().step(action)
+            return messages, reward, terminated, truncated, info
+
+    (one,), _, _ = play([[X, 0]] * 10, lambda: Ten(replies=["x"] * 9), context=context)
+    assert (one.stop, one.success) == (stop, success)

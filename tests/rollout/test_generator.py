@@ -92,7 +92,8 @@ def test_batched_sequences_equal_sequences_alone(policy: Policy, prefill_tokens:
         assert stopped == (tokens[-1] == STOP) and (stopped or len(tokens) == 6)
 
     converse(generator, draw(1, 9, 40, 17), siblings=3, turns=3, check=check)
-    assert generator.num_sessions == 0 and not generator.busy
+    assert not generator.busy and generator.step() == []
+    assert generator._state is None and len(generator._rows) == 0  # nothing of a closed session
 
 
 def test_siblings_share_one_prefill(policy: Policy) -> None:
