@@ -4,7 +4,7 @@ from .archive import Archive
 from .base import MessageEnv, ToolEnv, tool
 from .check import check_env
 from .echo import Echo
-from .messages import declare_tools, said, tool_results
+from .messages import declare_tools, said, shown, tool_results
 from .registry import (
     make,
     make_config,
@@ -13,12 +13,13 @@ from .registry import (
     resolve_plugins,
     tasks,
 )
-from .types import Message, StopReason, Task, ToolCall
+from .types import Image, Message, StopReason, Task, ToolCall
 
 register("archive-v0", Archive)
 register("echo-v0", Echo)
 
 __all__ = [
+    "Image",
     "Message",
     "MessageEnv",
     "StopReason",
@@ -33,6 +34,7 @@ __all__ = [
     "registered",
     "resolve_plugins",
     "said",
+    "shown",
     "tasks",
     "tool",
     "tool_results",

@@ -50,10 +50,12 @@ class MessageEnv(gymnasium.Env[Observation, str]):
     A subclass implements `reset` (calling ``super().reset(seed=seed, options=options)`` first,
     which seeds ``self.np_random`` and sets ``self.task``) and `step`. Both return only the NEW
     messages. An episode is a success when its total reward reaches ``success_threshold``:
-    `succeeded`.
+    `succeeded`. With ``shows_images`` messages may hold images; the policy then needs, and builds,
+    its vision tower.
     """
 
     success_threshold: ClassVar[float] = 1.0
+    shows_images: ClassVar[bool] = False
 
     observation_space = MessageSpace()
     action_space = spaces.Text(max_length=256, min_length=0, charset=string.printable)

@@ -10,7 +10,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from .types import Action, Message, ToolCall
+import numpy as np
+
+from .types import IMAGE_PLACEHOLDER, Action, Image, Message, Role, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
 Effort = Literal["low", "medium", "high", "max"]
@@ -85,6 +87,22 @@ def conversation(
     after = [tool_choice(choice)] if choice != "auto" else []
     after += [response] if response is not None else []
     return [*before, *messages, *after]
+
+
+def shown(role: Role, *parts: str | Image | np.ndarray) -> Message:
+    """A message of texts and images in their order, e.g. ``shown("user", pixels, " Which?")``.
+
+    Arrays are uint8 [height, width, 3]. ValueError for a text that holds the placeholder of images.
+    """
+    if any(isinstance(part, str) and IMAGE_PLACEHOLDER in part for part in parts):
+        raise ValueError(f"a text holds the placeholder of images, {IMAGE_PLACEHOLDER}")
+    images = tuple(
+        part if isinstance(part, Image) else Image(part)
+        for part in parts
+        if not isinstance(part, str)
+    )
+    texts = [part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in parts]
+    return Message(role, "".join(texts), images=images)
 
 
 def said(action: str) -> Message:

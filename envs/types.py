@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
+import numpy as np
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -22,6 +24,40 @@ class ToolCall:
     arguments: Mapping[str, Any] | str = field(default_factory=dict[str, Any])
 
 
+IMAGE_PLACEHOLDER = "<|kimi_image_placeholder|>"
+"""Stands in the content of a message for each of its images."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """A picture in a message: ``pixels`` uint8 [height, width, 3], red, green and blue.
+
+    Images with the same pixels are equal. Raises ValueError for any other array.
+    """
+
+    pixels: np.ndarray
+
+    def __post_init__(self) -> None:
+        pixels: Any = self.pixels
+        if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
+            found = pixels.dtype if isinstance(pixels, np.ndarray) else type(pixels).__name__
+            raise ValueError(f"an image needs a uint8 array, got {found}")
+        if pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
+            raise ValueError(
+                f"an image needs the shape [height, width, 3] with no side 0, got "
+                f"{list(pixels.shape)}"
+            )
+        own = pixels.copy()  # environments may draw into the same array again
+        own.flags.writeable = False
+        object.__setattr__(self, "pixels", own)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Image) and np.array_equal(self.pixels, other.pixels)
+
+    def __hash__(self) -> int:
+        return hash((self.pixels.shape, self.pixels.tobytes()))
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One chat message, e.g. ``Message("tool", "json dumps loads")``.
@@ -29,8 +65,9 @@ class Message:
     What only some messages have: ``name`` of a speaker; ``type`` of a system message that
     `farhorizon.envs.messages` makes, such as a tool declaration; ``thinking`` and ``calls`` of an
     assistant; ``tool`` and ``index`` of a tool result, which is the answer to the call of that
-    number (from 1) in the assistant message before it. Raises ValueError where they stand
-    elsewhere.
+    number (from 1) in the assistant message before it; ``images`` of all but an assistant, with an
+    `IMAGE_PLACEHOLDER` in the content for each (`farhorizon.envs.messages.shown` writes it). Raises
+    ValueError where they stand elsewhere.
     """
 
     role: Role
@@ -41,6 +78,7 @@ class Message:
     index: int = 0
     thinking: str = ""
     calls: tuple[ToolCall, ...] = ()
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         if not all(isinstance(text, str) for text in (self.name, self.type, self.tool)):
@@ -55,6 +93,13 @@ class Message:
             raise ValueError(f"a {self.role} message has no type")
         if self.name and self.role == "tool":
             raise ValueError("a tool message has no name")
+        if self.images and self.role == "assistant":
+            raise ValueError("an assistant message has no images")
+        if self.images and self.content.count(IMAGE_PLACEHOLDER) != len(self.images):
+            raise ValueError(
+                f"the content has {self.content.count(IMAGE_PLACEHOLDER)} placeholders for "
+                f"{len(self.images)} images"
+            )
 
 
 class Action(str):

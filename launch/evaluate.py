@@ -17,7 +17,7 @@ from ..configs.errors import RunFailed, UserError
 from ..configs.load import override_config
 from ..configs.schema import EnvConfig, EvalConfig
 from ..envs.registry import resolve_plugins, tasks
-from ..policy.records import check_context, read_stage
+from ..policy.records import check_context, read_config, read_stage
 from ..policy.tokenizer import load_tokenizer
 from ..rollout.actor import RolloutPool
 from ..rollout.types import Group
@@ -120,7 +120,12 @@ def _check(
     context = config.context or trained
     check_context(checkpoint, context, config.allow_longer_context)
     check_first_prompt(
-        env, context, load_tokenizer(checkpoint), config.seed, config.rollout.env_timeout_s
+        env,
+        context,
+        load_tokenizer(checkpoint),
+        config.seed,
+        config.rollout.env_timeout_s,
+        read_config(checkpoint).image_rules,
     )
     file = output_file(Path(path), _resolved(defaults, trained), _resolved(config, trained))
     check_writable(file.absolute().parent)

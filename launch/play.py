@@ -13,8 +13,8 @@ from ..envs.expert import expert_turns
 from ..envs.registry import make_config, tasks
 from ..envs.types import Message, Task
 from ..policy.checkpoint import load_checkpoint
-from ..policy.records import check_context
-from ..policy.tokenizer import ChatFormat
+from ..policy.records import check_context, read_config, read_stage
+from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..rollout.episode import run_groups
 from ..rollout.generator import NativeGenerator
 from ..rollout.types import Trajectory
@@ -38,18 +38,24 @@ def play(config: PlayConfig) -> int:
 
 def _play_policy(config: PlayConfig, task: Task) -> None:
     folder = find_checkpoint(str(config.policy))
-    checkpoint = load_checkpoint(folder)
-    context = config.context or checkpoint.stage.context
+    rules = read_config(folder).image_rules
+    context = config.context or read_stage(folder).context
     check_context(folder, context, config.allow_longer_context)
-    check_first_prompt(
-        config.env, context, checkpoint.tokenizer, config.seed, config.rollout.env_timeout_s
+    vision = check_first_prompt(
+        config.env,
+        context,
+        load_tokenizer(folder),
+        config.seed,
+        config.rollout.env_timeout_s,
+        rules,
     )
+    checkpoint = load_checkpoint(folder, vision=vision)
     groups, _ = run_groups(
         NativeGenerator(checkpoint.policy, config.seed),
         [task],
         1,
         lambda: make_config(config.env),
-        ChatFormat(checkpoint.tokenizer),
+        ChatFormat(checkpoint.tokenizer, images=rules if vision else None),
         config.rollout,
         context,
     )

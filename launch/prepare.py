@@ -18,6 +18,7 @@ from ..configs.schema import EnvConfig, TrainConfig
 from ..envs.registry import EnvBuildError, make_config, resolve_plugins, tasks
 from ..policy.records import StageRecord, check_context, read_config, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
+from ..policy.vision_config import ImageRules
 from ..rollout.calls import EnvCalls, Fault, build
 from . import checkpoints
 from .checkpoints import Found, RunState
@@ -38,6 +39,7 @@ class Run:
     tokenizer: PreTrainedTokenizerFast
     stage: StageRecord
     notes: list[str]
+    vision: bool = False  # whether its environment shows images
     step: int = 0
     tasks: int = 0  # training tasks used up
 
@@ -67,11 +69,11 @@ def prepare(config: TrainConfig) -> Run:
     notes: list[str] = []
     resumed = _find_resumable(config, folder, notes)
     checkpoint = resumed.folder if resumed else Path(config.policy)
-    read_config(checkpoint)
+    rules = read_config(checkpoint).image_rules
     tokenizer = load_tokenizer(checkpoint)
     check_context(checkpoint, config.context, config.allow_longer_context)
-    check_first_prompt(
-        config.env, config.context, tokenizer, config.seed, config.rollout.env_timeout_s
+    vision = check_first_prompt(
+        config.env, config.context, tokenizer, config.seed, config.rollout.env_timeout_s, rules
     )
     state = resumed.state if resumed else RunState(0, 0, "")
     return Run(
@@ -82,6 +84,7 @@ def prepare(config: TrainConfig) -> Run:
         tokenizer,
         read_stage(checkpoint),
         notes,
+        vision,
         state.step,
         state.tasks,
     )
@@ -113,9 +116,15 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def check_first_prompt(
-    env: EnvConfig, context: int, tokenizer: PreTrainedTokenizerFast, seed: int, timeout_s: float
-) -> None:
-    """Build the environment, start one episode, and see that its prompt leaves room to answer."""
+    env: EnvConfig,
+    context: int,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    timeout_s: float,
+    rules: ImageRules | None,
+) -> bool:
+    """Build the environment, start one episode, and see that its prompt leaves room to answer;
+    whether it shows images, which need the policy's ``rules``."""
     task = tasks(env.id, "train", 0, 1, seed)[0]
     calls = EnvCalls(1, timeout_s)
     try:
@@ -128,13 +137,19 @@ def check_first_prompt(
         calls.drain()
     finally:
         calls.shutdown()
-    chat = ChatFormat(tokenizer)
+    vision: bool = made.shows_images
+    if vision and rules is None:
+        raise UserError(
+            f"env.id {env.id}: shows images, but the policy's config.json has no vision_config"
+        )
+    chat = ChatFormat(tokenizer, images=rules if vision else None)
     length = len(chat.render_reply(messages)) + len(chat.prompt())
     if length >= context:
         raise UserError(
             f"context={context} is too small: the first prompt of {env.id} has {length} tokens; "
             f"set context to at least {length + 1}"
         )
+    return vision
 
 
 def _reset_failed(env: EnvConfig, fault: Fault) -> str:

@@ -103,6 +103,7 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
             config.sync,
             config.seed,
             config.rollout.temperature,
+            run.vision,
         )
         stack.callback(learner.close)
         pool = RolloutPool(

@@ -17,7 +17,18 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from ..configs.errors import UserError
-from .xtml import CLOSE, END_OF_MESSAGE, OPEN, ROLES, SEPARATOR, WORDS
+from .xtml import (
+    CLOSE,
+    END_OF_MESSAGE,
+    MEDIA_BEGIN,
+    MEDIA_CONTENT,
+    MEDIA_END,
+    MEDIA_PAD,
+    OPEN,
+    ROLES,
+    SEPARATOR,
+    WORDS,
+)
 
 Style = Literal["brief", "full"]
 
@@ -33,7 +44,7 @@ SPECIAL_TOKENS = (
     "[UNK]",
     "[PAD]",
 )
-MEDIA_TOKENS = ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
+MEDIA_TOKENS = (MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END, MEDIA_PAD)
 
 _FIXED: dict[Style, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "brief": (SPECIAL_TOKENS, ROLES),

@@ -22,10 +22,12 @@ from typing import cast
 from transformers import PreTrainedTokenizerFast
 
 from ..configs.errors import UserError
-from ..envs.types import Action, Message, Role
+from ..envs.types import IMAGE_PLACEHOLDER, Action, Message, Role
 from . import xtml
-from .bpe import SPECIAL_TOKENS, Style
-from .xtml import CLOSE, END_OF_MESSAGE, OPEN, ROLES, SEPARATOR, Piece, Reply
+from .bpe import MEDIA_TOKENS, SPECIAL_TOKENS, Style
+from .images import Placed, count_tokens, expand, place, prepare
+from .vision_config import ImageRules
+from .xtml import CLOSE, END_OF_MESSAGE, MEDIA_PAD, OPEN, ROLES, SEPARATOR, Piece, Reply
 
 _RESERVED = re.compile(r"<\|reserved_\d+\|>")
 
@@ -55,7 +57,8 @@ class ChatFormat:
     """Messages as token ids, each message on its own, so that a conversation only ever grows.
 
     ``style`` is what the tokenizer speaks unless given. ``thinking`` is of the full style:
-    without it an assistant's message has no thoughts. Example in the brief style:
+    without it an assistant's message has no thoughts. ``images`` are the rules of a policy that
+    sees images; without them a message with images is a `UserError`. Example in the brief style:
     ``Message("tool", " json io")`` is ``[<|open|>, tool, <|sep|>, " json", " io",
     <|end_of_msg|>]``.
     """
@@ -65,13 +68,17 @@ class ChatFormat:
         tokenizer: PreTrainedTokenizerFast,
         style: Style | None = None,
         thinking: bool = True,
+        images: ImageRules | None = None,
     ) -> None:
+        self.image_rules = images
         self.tokenizer = tokenizer
         self.style: Style = style or chat_style(tokenizer)
         self.thinking = thinking
         self._backend = tokenizer.backend_tokenizer
         self._control = {t: control_id(tokenizer, t) for t in (OPEN, CLOSE, SEPARATOR)}
         self._control[END_OF_MESSAGE] = self._end = control_id(tokenizer, END_OF_MESSAGE)
+        if images is not None:
+            self._control |= {token: control_id(tokenizer, token) for token in MEDIA_TOKENS}
         added = self._backend.get_added_tokens_decoder()
         self._names = {index: token.content for index, token in added.items()}
         # What stands for unknown characters is text.
@@ -115,10 +122,18 @@ class ChatFormat:
             if len(token_ids) > room:
                 break
             characters = (room + 1) * self._longest  # where a token holds no more, that is enough
-            start = self.render(replace(message, content=message.content[:characters]))
+            start = self.render(_shortened(message, characters))
             cut = len(message.content) > characters
             token_ids += self.render(message) if cut and len(start) <= room else start
         return token_ids
+
+    def placed(self, token_ids: Sequence[int], messages: Iterable[Message]) -> tuple[Placed, ...]:
+        """The images of ``messages`` among the ids that `render_reply` made of all of them."""
+        images = [image for message in messages for image in message.images]
+        if not images:
+            return ()
+        rules, pad = self._rules(), self._control[MEDIA_PAD]
+        return tuple(place(token_ids, [prepare(image, rules) for image in images], pad))
 
     def text(self, sampled_ids: Sequence[int]) -> str:
         """What the policy said, control tokens dropped; in the full style an `Action`."""
@@ -146,7 +161,18 @@ class ChatFormat:
 
     def _pieces(self, message: Message) -> list[Piece]:
         if self.style == "full":
-            return xtml.message_pieces(message, self.thinking)
+            pieces = xtml.message_pieces(message, self.thinking)
+            if not message.images:
+                return pieces
+            rules = self._rules()
+            sizes = [image.pixels.shape[:2] for image in message.images]
+            counts = [count_tokens(height, width, rules) for height, width in sizes]
+            return expand(pieces, Piece(MEDIA_PAD, True, False), counts)
+        if message.images:
+            raise UserError(
+                "the brief chat format has no images; train the policy's tokenizer with "
+                'style="full"'
+            )
         if message.calls:
             raise UserError(
                 "the brief chat format has no tool calls; train the policy's tokenizer with "
@@ -158,6 +184,14 @@ class ChatFormat:
             Piece(SEPARATOR, True, False),
             *(Piece(message.content, False, trained), Piece(END_OF_MESSAGE, True, trained)),
         ]
+
+    def _rules(self) -> ImageRules:
+        if self.image_rules is None:
+            raise UserError(
+                "a message has images, but the policy sees none here: its environment must say "
+                "shows_images = True, and only train, eval and play show images"
+            )
+        return self.image_rules
 
     def _ids(self, pieces: Iterable[Piece]) -> list[int]:
         ids: list[int] = []
@@ -197,6 +231,15 @@ class ChatFormat:
                 run = []
             pieces.append(Piece(name or f"token {token}", True))
         return [*pieces, Piece(self._backend.decode(run))] if run else pieces
+
+
+def _shortened(message: Message, characters: int) -> Message:
+    """The start of a message; of its images those whose placeholder is still whole."""
+    if len(message.content) <= characters:
+        return message
+    content = message.content[:characters]
+    count = content.count(IMAGE_PLACEHOLDER) if message.images else 0
+    return replace(message, content=content, images=message.images[:count])
 
 
 def _read_brief(pieces: Sequence[Piece]) -> list[Message]:

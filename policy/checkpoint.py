@@ -22,13 +22,23 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from ..configs.errors import UserError
+from .carried import has_tower
 from .config import PolicyConfig
 from .model import Policy
 from .published import saved_fields
-from .records import STAGE_FILE, StageRecord, listed, read_config, read_stage, write_json
+from .records import (
+    PREPROCESSOR_FILE,
+    STAGE_FILE,
+    StageRecord,
+    listed,
+    one_line,
+    read_config,
+    read_stage,
+    write_json,
+)
 from .shards import INDEX_FILE, SINGLE_FILE, write_shard
 from .stored import read_weights, stored_parts
-from .tokenizer import END_OF_MESSAGE, load_tokenizer, tokenizer_sha256
+from .tokenizer import END_OF_MESSAGE, MEDIA_PAD, load_tokenizer, tokenizer_sha256
 
 SHARD_BYTES = 4 * 10**9
 
@@ -77,6 +87,7 @@ def save_checkpoint(
     }
     write_json(temporary / "config.json", saved_fields(config.to_dict(), changes, dtype, export))
     write_json(temporary / STAGE_FILE, asdict(stage))
+    _write_preprocessor(temporary, config)
     for name, text in (notes or {}).items():
         (temporary / name).write_text(text, encoding="utf-8")
     for file in temporary.iterdir():
@@ -94,9 +105,11 @@ def save_checkpoint(
     return folder
 
 
-def load_checkpoint(folder: str | Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
+def load_checkpoint(
+    folder: str | Path, dtype: torch.dtype = torch.float32, *, vision: bool = False
+) -> Checkpoint:
     """Read a checkpoint folder; parameters get ``dtype``, thresholds are fp32, and the gates and
-    convolutions that are published in fp32 are never made narrower.
+    convolutions that are published in fp32 are never made narrower. ``vision`` as in `load_policy`.
 
     Raises `UserError` in one line for whatever is missing, unknown, torn or of the wrong shape.
     """
@@ -115,15 +128,28 @@ def load_checkpoint(folder: str | Path, dtype: torch.dtype = torch.float32) -> C
             f"{folder}: tokenizer.json is not the one the policy was trained with "
             f"(its digest differs from {STAGE_FILE})"
         )
-    return Checkpoint(load_policy(folder, dtype), tokenizer, stage)
+    if vision:
+        _check_placeholder(folder, tokenizer, config)
+    return Checkpoint(load_policy(folder, dtype, vision=vision), tokenizer, stage)
 
 
-def load_policy(folder: str | Path, dtype: torch.dtype | None = None) -> Policy:
+def load_policy(
+    folder: str | Path, dtype: torch.dtype | None = None, *, vision: bool = False
+) -> Policy:
     """Only the policy of a folder, where ``dtype`` is None with the bits of its files; errors as
-    `load_checkpoint`. Experts that are stored as MXFP4 are bfloat16 then, which holds them."""
+    `load_checkpoint`. Experts that are stored as MXFP4 are bfloat16 then, which holds them.
+
+    The vision tower is built only with ``vision``. Otherwise its tensors are not looked at and stay
+    in their files, which the policy's configuration keeps open: a save copies them.
+    """
     folder = Path(folder)
+    config = read_config(folder)
     with torch.device("meta"):
-        policy = Policy(read_config(folder))
+        try:
+            policy = Policy(config, vision=vision)
+        except ValueError as error:
+            message = one_line(error).removeprefix("config.json: ")
+            raise UserError(f"{folder / 'config.json'}: {message}") from None
     policy.load_state_dict(read_weights(folder, policy, dtype), assign=True)
     return policy.eval()
 
@@ -136,6 +162,20 @@ def save_policy(folder: str | Path, policy: Policy, *, export: bool = False) -> 
     dtype = _write_weights(folder, policy, policy.config, export)
     fields = saved_fields(policy.config.to_dict(), {}, dtype, export)
     write_json(folder / "config.json", fields)
+    _write_preprocessor(folder, policy.config)
+
+
+def _check_placeholder(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, config: PolicyConfig
+) -> None:
+    """Both files must mean the same token by the placeholder of images."""
+    index = tokenizer.backend_tokenizer.token_to_id(MEDIA_PAD)
+    if index != config.media_token_id:
+        said = f"has no {MEDIA_PAD}" if index is None else f"says {MEDIA_PAD} is {index}"
+        raise UserError(
+            f"{folder}: tokenizer.json {said}, config.json says "
+            f"media_placeholder_token_id={config.media_token_id}"
+        )
 
 
 def check_replaceable(folder: Path) -> None:
@@ -156,31 +196,22 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig, export:
     if isinstance(weights, Policy):
         weights = weights.state_dict()
     lasting = isinstance(weights, Mapping)  # what an iterator gives is valid until its next
-    pairs = weights.items() if isinstance(weights, Mapping) else weights
-    with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in Policy(config).state_dict().items()}
+    pairs = iter(weights.items()) if isinstance(weights, Mapping) else weights
+    parts = _parts(pairs, config, export)
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     total = size = 0
     dtype = "float32"
-    for name, tensor in pairs:
-        if tensor.shape != expected.pop(name, None):
-            raise ValueError(
-                f"checkpoint: {name} {list(tensor.shape)} is not a tensor of the "
-                "policy, has another shape or comes twice"
-            )
-        if name.endswith("embed_tokens.weight"):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-        for stored, part in stored_parts(name, tensor, config, export):
-            if shard and size + part.nbytes > SHARD_BYTES:
-                write_shard(folder / _part(len(shards)), shard)
-                shards.append(list(shard))
-                shard, size = {}, 0
-            shard[stored] = part if lasting else part.clone()
-            size += part.nbytes
-            total += part.nbytes
-    if expected:
-        raise ValueError(f"checkpoint: tensors missing: {listed(sorted(expected))}")
+    for stored, part in parts:
+        if stored.endswith("embed_tokens.weight"):
+            dtype = str(part.dtype).removeprefix("torch.")
+        if shard and size + part.nbytes > SHARD_BYTES:
+            write_shard(folder / _part(len(shards)), shard)
+            shards.append(list(shard))
+            shard, size = {}, 0
+        shard[stored] = part if lasting else part.clone()
+        size += part.nbytes
+        total += part.nbytes
     write_shard(folder / _part(len(shards)), shard)
     shards.append(list(shard))
     for stale in (*folder.glob("model-*.safetensors"), folder / INDEX_FILE, folder / SINGLE_FILE):
@@ -195,6 +226,49 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig, export:
         weight_map |= dict.fromkeys(names, final)
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return dtype
+
+
+def _parts(
+    pairs: Iterator[tuple[str, Tensor]], config: PolicyConfig, export: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of the files: those of ``pairs``, and a vision tower that is not among them."""
+    expected = _shapes(config, vision=False)
+    built = False
+    for name, tensor in pairs:
+        if not built and has_tower([name]) and config.vision is not None:
+            built = True
+            whole = _shapes(config, vision=True)
+            expected |= {name: shape for name, shape in whole.items() if has_tower([name])}
+        if tensor.shape != expected.pop(name, None):
+            raise ValueError(
+                f"checkpoint: {name} {list(tensor.shape)} is not a tensor of the "
+                "policy, has another shape or comes twice"
+            )
+        yield from stored_parts(name, tensor, config, export)
+    if expected:
+        raise ValueError(f"checkpoint: tensors missing: {listed(sorted(expected))}")
+    if config.carried_tower is not None and not built:
+        yield from config.carried_tower
+    elif config.vision is not None and not built:
+        raise UserError(
+            "checkpoint: config.json has a vision_config, but the policy was made without a vision "
+            "tower; make it with vision=True, or without a vision_config"
+        )
+
+
+def _shapes(config: PolicyConfig, vision: bool) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        state = Policy(config, vision=vision).state_dict()
+    return {name: tensor.shape for name, tensor in state.items()}
+
+
+def _write_preprocessor(folder: Path, config: PolicyConfig) -> None:
+    """The rules for images as they were read, or as they hold for a new policy."""
+    rules = config.image_rules if config.carried_tower is None else None
+    if config.preprocessor is not None:
+        write_json(folder / PREPROCESSOR_FILE, dict(config.preprocessor))
+    elif rules is not None:
+        write_json(folder / PREPROCESSOR_FILE, rules.published())
 
 
 def _part(number: int) -> str:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import copy
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
 from .published import VISION, Published, stores_mxfp4, text_fields
+from .vision_config import MEDIA_TOKEN_ID, ImageRules, VisionConfig
+
+if TYPE_CHECKING:
+    from .carried import CarriedTower
 
 # Whole numbers that may be 0; all others count something that must be there.
 _MAY_BE_ZERO = (
@@ -161,8 +167,15 @@ class PolicyConfig(PretrainedConfig):
         cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
     ) -> Any:
         """The configuration of a folder; as transformers does it, but a nested file stays whole."""
+        from .records import read_preprocessor
+
         fields, rest = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return cls.from_dict(fields, **rest)
+        made = cls.from_dict(fields, **rest)
+        folder = Path(pretrained_model_name_or_path)
+        if folder.is_dir():
+            config: PolicyConfig = made[0] if isinstance(made, tuple) else made
+            config.remember_preprocessor(read_preprocessor(folder))
+        return made
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -170,6 +183,7 @@ class PolicyConfig(PretrainedConfig):
         made = super().from_dict(text_fields(config_dict), **kwargs)
         config: PolicyConfig = made[0] if isinstance(made, tuple) else made
         config._published = Published(copy.deepcopy(config_dict), config._values())
+        _ = config.image_rules  # to be refused here, if it cannot be read
         return made
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,9 +208,62 @@ class PolicyConfig(PretrainedConfig):
         return self._published is not None and self._published.nested
 
     @property
-    def vision(self) -> dict[str, Any] | None:
+    def vision(self) -> VisionConfig | None:
         """Configuration of the vision tower; None in a text-only policy."""
-        return None if self._published is None else self._published.source.get(VISION)
+        found = None if self._published is None else self._published.source.get(VISION)
+        return None if found is None else VisionConfig.of(found)
+
+    def tower_config(self) -> VisionConfig:
+        """`vision` of a policy whose tower is to be built; ValueError if there is none, or it does
+        not fit the text policy."""
+        sizes = self.vision
+        if sizes is None:
+            raise ValueError("config.json: has no vision_config: the policy sees no images")
+        if sizes.text_hidden_size not in (None, self.hidden_size):
+            raise ValueError(
+                f"config.json: vision_config.text_hidden_size={sizes.text_hidden_size} must be "
+                f"hidden_size={self.hidden_size}"
+            )
+        index = self.media_token_id
+        if type(index) is not int or not 0 <= index < self.vocab_size:
+            raise ValueError(
+                f"config.json: media_placeholder_token_id={index!r} must be a token of the "
+                f"vocabulary, 0 to {self.vocab_size - 1}"
+            )
+        return sizes
+
+    @property
+    def media_token_id(self) -> int:
+        """The id that stands for each row of an image."""
+        return getattr(self, "media_placeholder_token_id", MEDIA_TOKEN_ID)
+
+    @property
+    def image_rules(self) -> ImageRules | None:
+        """How images become patches; None in a text-only policy."""
+        vision = self.vision
+        return None if vision is None else ImageRules.of(self.preprocessor, vision)
+
+    @property
+    def preprocessor(self) -> Mapping[str, Any] | None:
+        """``preprocessor_config.json`` of the folder that the policy was read from."""
+        return None if self._published is None else self._published.preprocessor
+
+    def remember_preprocessor(self, preprocessor: dict[str, Any] | None) -> None:
+        """Take over the file about images that lies beside this one; ValueError for rules that do
+        not fit the tower."""
+        if self._published is not None:
+            self._published = replace(self._published, preprocessor=preprocessor)
+            _ = self.image_rules
+
+    @property
+    def carried_tower(self) -> CarriedTower | None:
+        """The vision tower in the files of a policy that was read without it."""
+        return None if self._published is None else self._published.tower
+
+    def carry_tower(self, tower: CarriedTower | None) -> None:
+        """Save this vision tower with the policy."""
+        if self._published is not None:
+            self._published = replace(self._published, tower=tower)
 
     @property
     def stores_mxfp4(self) -> bool:

@@ -3,46 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
+from ..configs.errors import UserError
 from ..kernels.attnres import mix
-from ..kernels.logprob import token_logprobs
 from .attention import GatedMLA, RMSNorm
 from .config import PolicyConfig
+from .head import LanguageHead, PolicyOutput
+from .images import Placed, policy_inputs
 from .kda import KimiDeltaAttention, ShortConv
 from .layout import read_layout
 from .moe import DenseMLP, Experts, LatentMoE, Router
 from .packing import Packing
 from .state import DecodeState
-
-# What Hugging Face trainers and `generate` pass besides the names of `Policy.forward`.
-_CACHES = ("past_key_values", "cache")
-_EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits")
-_HINTS = ("use_cache", "return_dict", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-
-
-@dataclass
-class PolicyOutput(ModelOutput):
-    """What a forward returns; fields that were not asked for are None.
-
-    ``logits [1, T, V]`` (``[B, T, V]`` for rows, ``[N, V]`` with ``last_only``), ``logprobs`` and
-    ``entropy`` fp32 [R], ``last_hidden_state [1, T, D]`` or ``[B, T, D]``, ``loss`` scalar.
-    """
-
-    loss: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    logprobs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    last_hidden_state: torch.Tensor | None = None
-    state: DecodeState | None = None
+from .trainers import refuse, shifted_loss
+from .vision import NO_TOWER, PositionTable, Projector, VisionTower, blank, placed, read_grids
 
 
 class DecoderLayer(nn.Module):
@@ -132,6 +113,7 @@ class PolicyModel(nn.Module):
         input_ids: torch.Tensor,
         packing: Packing | None = None,
         state: DecodeState | None = None,
+        images: tuple[torch.Tensor, torch.Tensor] | None = None,
         *,
         cu_seqlens: torch.Tensor | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
@@ -139,7 +121,8 @@ class PolicyModel(nn.Module):
         attention_mask: torch.Tensor | None = None,
         **unused: Any,
     ) -> Any:
-        """Final hidden states ``[T, D]`` of flattened ``input_ids [T]``.
+        """Final hidden states ``[T, D]`` of flattened ``input_ids [T]``; of ``images`` (rows [M],
+        features [M, D]) the features stand in the place of the embeddings at the rows.
 
         Without ``packing`` it is what a trainer with an output head of its own calls: ``input_ids
         [B, T]`` and the names that `Policy.forward` takes give an output with
@@ -153,6 +136,9 @@ class PolicyModel(nn.Module):
             return PolicyOutput(last_hidden_state=hidden.view(*input_ids.shape, -1))
         blocks: tuple[torch.Tensor, ...] = ()
         partial = self.embed_tokens(input_ids)
+        if images is not None:
+            rows, features = images
+            partial = partial.index_copy(0, rows, features.to(partial.dtype))
         for layer in self.layers:
             blocks, partial = layer(blocks, partial, packing, state)
         if self.attention_residuals:
@@ -165,23 +151,12 @@ class PolicyModel(nn.Module):
         return self.norm(partial)
 
 
-class LanguageHead(nn.Linear):
-    """Output projection that can also score targets without making all logits."""
-
-    def forward(
-        self, input: torch.Tensor, targets: torch.Tensor | None = None, temperature: float = 1.0
-    ) -> Any:
-        """Logits of ``input [..., D]``, or (log-probs, entropy) of ``targets``."""
-        if targets is None:
-            return super().forward(input)
-        return token_logprobs(input, self.weight.to(input.dtype), targets, temperature)
-
-
 class Policy(PreTrainedModel, GenerationMixin):
     """Causal language model whose tensors carry the published names.
 
     Experts are fused in memory (``experts.w1|w2|w3``) and separate in files. Routing thresholds
-    are fp32 buffers; they move only through `update_thresholds`.
+    are fp32 buffers; they move only through `update_thresholds`. The vision tower of a policy that
+    has one is built only with ``vision``: text alone does without.
     """
 
     config_class = PolicyConfig
@@ -191,16 +166,21 @@ class Policy(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 - transformers' own declaration
     config: PolicyConfig
 
-    def __init__(self, config: PolicyConfig) -> None:
+    def __init__(self, config: PolicyConfig, *, vision: bool = False) -> None:
         super().__init__(config)
         self.model = PolicyModel(config)
         self.lm_head = LanguageHead(config.hidden_size, config.vocab_size, bias=False)
+        self.sees_images = vision
+        if vision:
+            sizes = config.tower_config()
+            self.vision_tower = VisionTower(sizes)
+            self.mm_projector = Projector(sizes, config.hidden_size)
         self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
-        if isinstance(module, nn.Linear | nn.Embedding | Router):
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding | Router | PositionTable):
             module.weight.normal_(0, std)
         elif isinstance(module, Experts):
             for weight in (module.w1, module.w2, module.w3):
@@ -241,6 +221,10 @@ class Policy(PreTrainedModel, GenerationMixin):
         position_ids: torch.Tensor | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         logits_to_keep: int = 0,
+        pixel_values: torch.Tensor | None = None,
+        grid_thws: torch.Tensor | Sequence[Sequence[int]] = (),
+        image_features: torch.Tensor | None = None,
+        image_rows: torch.Tensor | None = None,
         **unused: Any,
     ) -> PolicyOutput:
         """Logits, or log-probs of chosen tokens, of packed or batched sequences.
@@ -253,8 +237,12 @@ class Policy(PreTrainedModel, GenerationMixin):
         ``position_ids`` that restart and ``cu_seq_lens_q`` mark packed sequences as well;
         ``attention_mask [B, T]`` may hide tokens at the right end of a row: they are not run, and
         what is returned for them means nothing. ``logits_to_keep`` n > 0 without labels gives the
-        logits of the last n columns. ``unused`` are names that trainers pass and that change
-        nothing here; TypeError names any other, ValueError a cache that is not a ``state``.
+        logits of the last n columns. Images are ``pixel_values [P, 3, p, p]`` with ``grid_thws
+        [N, 3]``, or ``image_features [M, D]`` that `encode_images` gave; they stand at
+        ``image_rows [M]`` of the flattened tokens, by default wherever the placeholder is. With no
+        patches at all (P = 0) the tower still runs, for ranks that others wait for. ``unused`` are
+        names that trainers pass and that change nothing here; TypeError names any other,
+        ValueError a cache that is not a ``state``.
         """
         refuse(unused)
         batch, length = input_ids.shape
@@ -265,7 +253,15 @@ class Policy(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"state holds {state.num_sequences} sequences, input {packing.num_sequences}"
             )
-        hidden = self.model(layout.pack(input_ids), packing, state)
+        images = None
+        if pixel_values is not None:
+            image_features = self.encode_images(pixel_values, grid_thws)
+        if image_features is not None:
+            marked = input_ids == self.config.media_token_id
+            if image_rows is not None:
+                marked = torch.zeros_like(marked).flatten().index_fill(0, image_rows, True)
+            images = placed(layout.pack(marked), image_features)
+        hidden = self.model(layout.pack(input_ids), packing, state, images)
         if state is not None:
             lengths = torch.tensor(packing.bounds, device=state.lengths.device)
             state.lengths = state.lengths + lengths[1:] - lengths[:-1]
@@ -284,6 +280,32 @@ class Policy(PreTrainedModel, GenerationMixin):
             out.logits = layout.restore(logits).view(batch, length, -1)
         return out
 
+    def encode_images(
+        self, pixel_values: torch.Tensor, grid_thws: torch.Tensor | Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Rows ``[M, D]`` of the text policy for the patches ``[P, 3, p, p]`` of images; without
+        any image, none of them. UserError for a policy without a tower, and for patches that are
+        not those of the grids."""
+        if not self.sees_images:
+            raise UserError(NO_TOWER)
+        grids = read_grids(grid_thws)
+        shown = (pixel_values, grids)
+        if not grids:  # ranks that have images wait for this one in the tower, and in its backward
+            shown = blank(self.vision_tower.config, pixel_values)
+        features = self.mm_projector(self.vision_tower(*shown))
+        return features if grids else features[:0]
+
+    def image_inputs(self, images: Sequence[Placed]) -> dict[str, Any]:
+        """What a training forward takes for the images of a packed batch, and what keeps step with
+        other ranks where it has none; nothing for a policy without a tower."""
+        rules = self.config.image_rules if self.sees_images else None
+        if rules is not None:
+            made = policy_inputs(images, rules)
+            return {n: v.to(self.device) if torch.is_tensor(v) else v for n, v in made.items()}
+        if images:
+            raise UserError(NO_TOWER)
+        return {}
+
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.Tensor,
@@ -298,7 +320,9 @@ class Policy(PreTrainedModel, GenerationMixin):
         """
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ValueError("generate needs prompts of one length, attention_mask hides tokens")
-        return {"input_ids": input_ids, "logits_to_keep": 1}
+        given = ("pixel_values", "grid_thws", "image_features", "image_rows")
+        images = {name: unused[name] for name in given if unused.get(name) is not None}
+        return {"input_ids": input_ids, "logits_to_keep": 1, **images}
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -310,12 +334,14 @@ class Policy(PreTrainedModel, GenerationMixin):
         pretrained_model_name_or_path: str | os.PathLike[str],
         *,
         dtype: torch.dtype | None = None,
+        vision: bool = False,
     ) -> Policy:
         """The policy of a checkpoint folder, with the bits of its files; or parameters get
-        ``dtype``, but for thresholds and for gates and convolutions that are stored in fp32."""
+        ``dtype``, but for thresholds and for gates and convolutions that are stored in fp32. With
+        ``vision`` also its vision tower, which is otherwise copied when the policy is saved."""
         from .checkpoint import load_policy
 
-        return load_policy(os.fspath(pretrained_model_name_or_path), dtype)
+        return load_policy(os.fspath(pretrained_model_name_or_path), dtype, vision=vision)
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike[str], *, export: bool = False, **_: Any
@@ -363,29 +389,3 @@ class Policy(PreTrainedModel, GenerationMixin):
     def leaf_modules() -> list[type[nn.Module]]:
         """Modules whose parameters a sharding engine must gather together."""
         return [KimiDeltaAttention, GatedMLA, LatentMoE]
-
-
-def refuse(unused: dict[str, Any]) -> None:
-    """TypeError or ValueError for arguments that would have to change what is computed."""
-    for name, value in unused.items():
-        if name in _CACHES and value is not None:
-            raise ValueError(f"{name} is not supported: continue sequences with state=DecodeState")
-        if name in _EXTRAS and value:
-            raise ValueError(f"{name} is not supported")
-        if name not in (*_CACHES, *_EXTRAS, *_HINTS):
-            raise TypeError(f"forward got an unexpected argument {name!r}")
-
-
-def shifted_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    packing: Packing,
-    num_items: torch.Tensor | int | None,
-) -> torch.Tensor:
-    """Mean negative log-prob of each token ``[T]`` from the one before it in its sequence."""
-    rows = ((packing.offset > 0) & (labels != -100)).nonzero().flatten()
-    if len(rows) == 0:
-        return logits.sum() * 0.0
-    picked = logits[rows - 1].float().log_softmax(-1)
-    total = -picked.gather(-1, labels[rows][:, None]).sum()
-    return total / (len(rows) if num_items is None else num_items)

@@ -114,6 +114,8 @@ class Published:
     source: Fields
     values: Fields
     a_log_shape: tuple[int, ...] | None = None  # in the weight files beside it, once they were read
+    preprocessor: Fields | None = None  # the file about images beside it
+    tower: Any = None  # `carried.CarriedTower`, if the weight files have one that was not built
 
     @property
     def nested(self) -> bool:

@@ -13,6 +13,7 @@ from .config import PolicyConfig
 from .published import text_fields
 
 STAGE_FILE = "stage.json"
+PREPROCESSOR_FILE = "preprocessor_config.json"
 
 # Without these a file would silently get the size or the function of another policy.
 _REQUIRED_FIELDS = (
@@ -84,7 +85,20 @@ def read_config(folder: str | Path) -> PolicyConfig:
     file = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise UserError(f"{folder}: no such checkpoint folder")
-    return parse_config(file, read_json(file))
+    config = parse_config(file, read_json(file))
+    preprocessor = read_preprocessor(folder)
+    try:
+        config.remember_preprocessor(preprocessor)
+    except ValueError as error:
+        message = one_line(error).removeprefix(f"{PREPROCESSOR_FILE}: ")
+        raise UserError(f"{Path(folder) / PREPROCESSOR_FILE}: {message}") from None
+    return config
+
+
+def read_preprocessor(folder: str | Path) -> dict[str, Any] | None:
+    """``preprocessor_config.json``, if the folder has one."""
+    file = Path(folder) / PREPROCESSOR_FILE
+    return read_json(file) if file.is_file() else None
 
 
 def parse_config(file: Path, fields: dict[str, Any]) -> PolicyConfig:

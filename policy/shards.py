@@ -35,7 +35,8 @@ FLOATS = {
     "BF16": torch.bfloat16,
 }
 _BYTES = "U8"
-_NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.uint8: _BYTES}
+_DTYPES = FLOATS | {_BYTES: torch.uint8}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,16 @@ def read_floats(stored: StoredTensor, place: Tensor) -> bool:
             part.copy_(raw)
         finite = finite and bool(torch.isfinite(part).all())
     return finite
+
+
+def read_bits(stored: StoredTensor) -> Tensor:
+    """A tensor as it lies in the file; `UserError` where its dtype cannot be written again."""
+    dtype = _DTYPES.get(stored.dtype)
+    if dtype is None:
+        raise UserError(f"{stored.file.name}: {stored.name} has dtype {stored.dtype}, unknown here")
+    tensor = torch.empty(stored.shape, dtype=dtype)
+    _fill(stored, tensor.view(-1), 0)
+    return tensor
 
 
 def read_mxfp4(packed: StoredTensor, scale: StoredTensor, place: Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 Experts are one tensor per layer in memory and one per expert in files, there possibly as 4-bit
 floats. ``A_log`` is padded or has more dimensions, and beside a vision tower every name has a
-prefix. Some parameters are fp32 whatever the others are.
+prefix. Some parameters are fp32 whatever the others are. The tensors of a vision tower that was not
+built stay in their files until the policy is saved.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..configs.errors import UserError
 from ..kernels.moe import mxfp4_encode
+from .carried import TOWER, CarriedTower, has_tower
 from .config import PolicyConfig
 from .model import Policy
 from .records import listed
@@ -28,7 +30,6 @@ _FUSED = re.compile(r"(.+\.block_sparse_moe\.experts)\.(w[123])")
 _THRESHOLD = ".gate.e_score_correction_bias"
 _WIDE = (".A_log", ".dt_bias", "_conv1d.weight", ".o_norm.weight")  # fp32 in published files
 _PACKED, _SCALE = "_packed", "_scale"  # after the name of a matrix
-_VISION = ("vision_tower.", "mm_projector.")
 
 
 def file_names(name: str, shape: Iterable[int]) -> list[str]:
@@ -47,7 +48,7 @@ def stored_parts(
     With ``export`` experts are encoded. ValueError for one that cannot be.
     """
     tensor = tensor.detach()
-    prefix = PREFIX if config.nested else ""
+    prefix = PREFIX if config.nested and not name.startswith(TOWER) else ""
     names = [prefix + stored for stored in file_names(name, tensor.shape)]
     if _FUSED.fullmatch(name):
         for stored, part in zip(names, tensor, strict=True):
@@ -100,6 +101,7 @@ def read_weights(folder: Path, policy: Policy, dtype: torch.dtype | None) -> dic
         if infinite:
             raise UserError(f"{folder}: tensors that are not finite: {listed(infinite, LISTED)}")
         _remember_a_log(shards, names, config)
+        config.carry_tower(None if has_tower(names) else CarriedTower.of(shards))
     return weights
 
 
@@ -130,7 +132,7 @@ def _check(
             f"{folder}: config.json has {said} quantization_config, but experts are stored "
             f"{found} weights"
         )
-    vision = _VISION if config.nested else ()
+    vision = TOWER if config.nested and not has_tower(names) else ()
     missing = sorted(wanted.keys() - stored.keys())
     extra = sorted(name for name in stored.keys() - wanted.keys() if not name.startswith(vision))
     if missing or extra:
@@ -148,6 +150,11 @@ def _check(
     if wrong:
         raise UserError(f"{folder}: tensors of the wrong shape: {listed(wrong, LISTED)}")
     _check_gate(shards, config)
+    if config.vision is not None and not has_tower(stored):
+        raise UserError(
+            f"{folder}: config.json has a vision_config, but no tensor of the vision tower is "
+            "there; remove vision_config to go on without images"
+        )
 
 
 def _fits(stored: StoredTensor, name: str, shape: tuple[int, ...]) -> bool:

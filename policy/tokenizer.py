@@ -20,11 +20,12 @@ from .bpe import (
     wrap,
 )
 from .chat import ChatFormat, control_id
-from .xtml import END_OF_MESSAGE, ROLES
+from .xtml import END_OF_MESSAGE, MEDIA_PAD, ROLES
 
 __all__ = [
     "END_OF_DOCUMENT",
     "END_OF_MESSAGE",
+    "MEDIA_PAD",
     "ROLES",
     "SPECIAL_TOKENS",
     "ChatFormat",

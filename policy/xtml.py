@@ -10,7 +10,9 @@ is encoded alone, as the published renderer does, and what is text can never bec
 token. Where it differs from that renderer: tool results without a call they answer have no
 attributes (the renderer refuses them), white space is kept where the renderer drops thoughts that
 are nothing else, and a long text is one piece where the published tokenizer cuts it after 400,000
-characters and after 25,000 without white space. Images are left out.
+characters and after 25,000 without white space. An image has one placeholder token here, and in
+what `chat` makes of it as many as it takes rows; messages with images cannot be read back, as
+pixels are not in tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast, get_args
 
-from ..envs.types import Message, Role, ToolCall
+from ..envs.types import IMAGE_PLACEHOLDER, Message, Role, ToolCall
 
 OPEN, CLOSE, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
 END_OF_MESSAGE = "<|end_of_msg|>"
+MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END = "<|media_begin|>", "<|media_content|>", "<|media_end|>"
+MEDIA_PAD = "<|media_pad|>"
 ROLES: tuple[str, ...] = get_args(Role)
 WORDS = (
     *("message", "think", "response", "tools", "call", "argument", "json", *ROLES),
@@ -74,7 +78,7 @@ def message_pieces(message: Message, thinking: bool = True) -> list[Piece]:
     header = _given(_open("message", *attributes))
     end = [*_close("message"), Piece(END_OF_MESSAGE, True)]
     if message.role != "assistant":
-        return [*header, *_given([Piece(message.content), *end])]
+        return [*header, *_given([*_content(message), *end])]
     thoughts = _element("think", message.thinking) if thinking else []
     tools = _tools(message.calls) if message.calls else []
     return [*header, *thoughts, *_element("response", message.content), *tools, *end]
@@ -102,6 +106,20 @@ def read_reply(sampled: Iterable[Piece], thinking: bool = True) -> Reply:
     if others:
         faults.append("it goes on after the end of the message")
     return Reply(_message(first, thinking, faults), tuple(faults))
+
+
+def _content(message: Message) -> list[Piece]:
+    """Text and, where it holds placeholders of them, images with the size that they came in."""
+    if not message.images:
+        return [Piece(message.content)]
+    first, *rest = message.content.split(IMAGE_PLACEHOLDER)
+    pieces = [Piece(first)]
+    for image, text in zip(message.images, rest, strict=True):
+        height, width = image.pixels.shape[:2]
+        pieces += [Piece(MEDIA_BEGIN, True), Piece(f"image {width}x{height}")]
+        pieces += [Piece(MEDIA_CONTENT, True), Piece(MEDIA_PAD, True), Piece(MEDIA_END, True)]
+        pieces += [Piece(text)]
+    return pieces
 
 
 def _given(pieces: Iterable[Piece]) -> list[Piece]:

@@ -50,11 +50,13 @@ class LearnerActor:
             probe.bind((address, 0))
             return address, probe.getsockname()[1]
 
-    def start(self, checkpoint: str, rendezvous: str, temperature: float) -> None:
+    def start(
+        self, checkpoint: str, rendezvous: str, temperature: float, vision: bool = False
+    ) -> None:
         """Join the other ranks and build the learner around the policy of ``checkpoint``."""
         device = "cuda" if self.config.gpus > 0 else "cpu"
         join(self.rank, self.config.ranks, rendezvous, device)
-        loaded = load_checkpoint(checkpoint)
+        loaded = load_checkpoint(checkpoint, vision=vision)
         self.tokenizer: PreTrainedTokenizerFast = loaded.tokenizer
         self.policy_config: PolicyConfig = loaded.policy.config
         policy = loaded.policy.to(torch.device(device))  # type: ignore[arg-type] - Module.to
@@ -106,7 +108,7 @@ class LearnerGroup:
 
     Raises the user's mistakes (checkpoint, repeated infinite gradients) as they were raised in
     the actor, without Ray's wrapping. The first failure ends all ranks: the others would wait
-    for it in a collective.
+    for it in a collective. ``vision`` trains the policy's vision tower too.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class LearnerGroup:
         sync: SyncConfig,
         seed: int,
         temperature: float,
+        vision: bool = False,
     ) -> None:
         self.config, self.sync_config = config, sync
         self.algorithm = make_algorithm(algorithm)
@@ -125,7 +128,8 @@ class LearnerGroup:
         actor: Any = ray.remote(num_cpus=ACTOR_CPUS, num_gpus=config.gpus)(LearnerActor)
         self.actors: list[Any] = [actor.remote(config, r, seed) for r in range(config.ranks)]
         rendezvous = self._rendezvous()
-        self._starting = [a.start.remote(checkpoint, rendezvous, temperature) for a in self.actors]
+        start = (checkpoint, rendezvous, temperature, vision)
+        self._starting = [a.start.remote(*start) for a in self.actors]
 
     def ready(self) -> None:
         """Wait until every rank has built its part; any other call waits as well.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..policy.images import Placed
 from ..rollout.types import Group, Trajectory
 from .algorithms import AdvantageFunction
 from .types import MicroBatch, Sample, Share
@@ -143,6 +144,7 @@ def _sample(number: int, trajectory: Trajectory, advantage: float) -> Sample:
         loss_mask=mask,
         behavior_logprobs=np.where(mask, trajectory.logprobs[:end], 0).astype(np.float32),
         advantages=np.where(mask, advantage, 0).astype(np.float32),
+        images=tuple(image for image in trajectory.images if image.start < end),
     )
 
 
@@ -184,4 +186,9 @@ def _pack(samples: Sequence[Sample]) -> MicroBatch:
         behavior_logprobs=np.concatenate([s.behavior_logprobs for s in samples]),
         advantages=np.concatenate([s.advantages for s in samples]),
         sequence_ids=np.repeat(np.array([s.id for s in samples], np.int64), lengths),
+        images=tuple(
+            Placed(int(start) + image.start, image.patches)
+            for start, sample in zip(np.cumsum([0, *lengths]), samples, strict=False)
+            for image in sample.images
+        ),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..configs.errors import RunFailed
 from ..configs.schema import LearnerConfig
+from ..policy.images import Placed
 from .algorithms import LossFunction
 from .engine import Engine
 from .types import LossOutput, MicroBatch, Share, UpdateResult
@@ -129,6 +130,7 @@ class Learner:
             targets=ids[rows + 1],
             temperature=self.temperature,
             last=last,
+            **self.policy.image_inputs(batch.images),
         )
         return out.logprobs, out.entropy
 
@@ -184,6 +186,8 @@ def _positions(batch: MicroBatch) -> np.ndarray:
 
 class _Policy(Protocol):
     """What the learner needs of a policy beyond its forward."""
+
+    def image_inputs(self, images: Sequence[Placed]) -> dict[str, Any]: ...
 
     def routing_statistics(self, valid: Tensor | None = None) -> AbstractContextManager[None]: ...
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from ..policy.images import Placed
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -16,6 +18,8 @@ class Sample:
     ``token_ids`` int64; ``loss_mask`` bool, true on trained tokens and never on the first one,
     which nothing predicts; ``behavior_logprobs`` and ``advantages`` fp32, 0 where not trained.
     ``id`` numbers the sequence within its batch; ties in packing are broken by it.
+
+    ``images`` are placed among the tokens.
 
     Example, a prompt of two tokens and a completion of two with advantage -0.5::
 
@@ -27,6 +31,7 @@ class Sample:
     loss_mask: np.ndarray
     behavior_logprobs: np.ndarray
     advantages: np.ndarray
+    images: tuple[Placed, ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -39,7 +44,7 @@ class MicroBatch:
     Five arrays of one length [T]: ``input_ids`` int64, ``loss_mask`` bool, ``behavior_logprobs``
     fp32, ``advantages`` fp32, ``sequence_ids`` int64; ``cu_seqlens`` int32 [N + 1] are the
     sequence borders. ``loss_mask[t]`` marks token t as trained: its log-prob is the prediction
-    made at t - 1.
+    made at t - 1. ``images`` are placed among all T tokens.
 
     ``padding`` marks a batch without data of its own: it only keeps its rank in step with the
     others, adds exactly 0 to loss and gradient, and is left out of routing statistics.
@@ -52,6 +57,7 @@ class MicroBatch:
     advantages: np.ndarray
     sequence_ids: np.ndarray
     padding: bool = False
+    images: tuple[Placed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,13 +57,14 @@ class RolloutActor:
         env = make_config(self._env)
         with suppress(Exception):  # as at the end of an episode, which this cannot change
             env.close()
-        checkpoint = load_checkpoint(self._checkpoint)
+        checkpoint = load_checkpoint(self._checkpoint, vision=env.shows_images)
         policy = checkpoint.policy
         if self._config.gpus > 0:
             policy.to(torch.device("cuda"))  # type: ignore[arg-type] - Module.to
         self._generator = NativeGenerator(policy, self._seed, keep_states=self._config.keep_states)
         self._receiver = WeightReceiver(policy)
-        self._chat = ChatFormat(checkpoint.tokenizer)
+        rules = policy.config.image_rules if env.shows_images else None
+        self._chat = ChatFormat(checkpoint.tokenizer, images=rules)
         self._calls = EnvCalls(self._config.concurrency, self._config.env_timeout_s)
         return os.getpid()
 

@@ -13,8 +13,10 @@ import numpy as np
 from ..configs.schema import RolloutConfig
 from ..envs.base import MessageEnv, succeeded
 from ..envs.types import Message, StopReason, Task
+from ..policy.images import Placed
 from .calls import EnvCalls, Outcome, answer, build, number, shown
 from .sampler import stream_key
+from .sight import shifted
 from .types import (
     Completion,
     FinishReason,
@@ -24,6 +26,7 @@ from .types import (
     SamplingParams,
     Segment,
     Trajectory,
+    images_of,
 )
 
 _NO_LOGPROBS = np.zeros(0, np.float32)
@@ -39,6 +42,10 @@ class Chat(Protocol):
     def prompt(self) -> list[int]: ...
 
     def render_reply(self, messages: Iterable[Message], room: int | None = None) -> list[int]: ...
+
+    def placed(
+        self, token_ids: Sequence[int], messages: Iterable[Message]
+    ) -> tuple[Placed, ...]: ...
 
     def text(self, sampled_ids: Sequence[int]) -> str: ...
 
@@ -87,10 +94,16 @@ class _Episode:
     rewards: list[float] = field(default_factory=list)
     faults: int = 0
 
-    def append(self, ids: Sequence[int] | np.ndarray, completion: Completion | None = None) -> None:
+    def append(
+        self,
+        ids: Sequence[int] | np.ndarray,
+        completion: Completion | None = None,
+        images: tuple[Placed, ...] = (),
+    ) -> None:
         """Add given or sampled tokens."""
         if completion is None:
-            segment = Segment(np.asarray(ids, np.int32), False, _NO_LOGPROBS, _NO_VERSIONS)
+            given = np.asarray(ids, np.int32)
+            segment = Segment(given, False, _NO_LOGPROBS, _NO_VERSIONS, images)
         else:
             segment = Segment(completion.token_ids, True, completion.logprobs, completion.versions)
         self.segments.append(segment)
@@ -186,7 +199,7 @@ class _Run:
                 self.long_prompts += 1
                 self._finish(episode, StopReason.CONTEXT_LIMIT)
             else:
-                episode.append(ids)
+                episode.append(ids, images=self.chat.placed(ids, messages))
                 wave.ready.append(episode)
         if wave.waiting == 0:
             self._open(wave.ready)
@@ -198,15 +211,11 @@ class _Run:
             if episode.length == self.context:
                 self._finish(episode, StopReason.CONTEXT_LIMIT)
             else:
-                prompt = episode.segments[0].token_ids
-                by_prompt.setdefault(prompt.tobytes(), []).append(episode)
+                shown = episode.segments[0].token_ids.tobytes()
+                pixels = [i.patches.pixels.tobytes() for i in episode.segments[0].images]
+                by_prompt.setdefault(b"".join([shown, *pixels]), []).append(episode)
         for same in by_prompt.values():
-            prompt = same[0].segments[0].token_ids
-            if self.visible is not None:
-                prompt = prompt[-self.visible :]
-            sessions = self.generator.open(
-                prompt, [e.key for e in same], self._params(same[0]), position=same[0].length
-            )
+            sessions = self._reopen(same[0], [e.key for e in same])
             for episode, session in zip(same, sessions, strict=True):
                 episode.session = session
                 self.playing[session] = episode
@@ -262,11 +271,11 @@ class _Run:
             ids = [] if finish is FinishReason.STOP else list(self.chat.stop_token_ids[:1])
             room = self.context - episode.length
             ids += [*self.chat.render_reply(messages, room), *self.chat.prompt()]
-            self._continue(episode, ids)
+            self._continue(episode, ids, messages)
 
-    def _continue(self, episode: _Episode, ids: list[int]) -> None:
+    def _continue(self, episode: _Episode, ids: list[int], messages: tuple[Message, ...]) -> None:
         if episode.length + len(ids) <= self.context:
-            episode.append(ids)
+            episode.append(ids, images=self.chat.placed(ids, messages))
             if episode.length < self.context:
                 self._request(episode)
                 return
@@ -276,14 +285,20 @@ class _Run:
         params = self._params(episode)
         assert episode.session is not None
         if self.visible is None:
-            self.generator.extend(episode.session, episode.segments[-1].token_ids, params)
+            last = episode.segments[-1]
+            self.generator.extend(episode.session, last.token_ids, params, last.images)
             return
         self._leave(episode)
-        seen = np.concatenate([s.token_ids for s in episode.segments])[-self.visible :]
-        (episode.session,) = self.generator.open(
-            seen, [episode.key], params, position=episode.length
-        )
+        (episode.session,) = self._reopen(episode, [episode.key])
         self.playing[episode.session] = episode
+
+    def _reopen(self, episode: _Episode, keys: Sequence[int]) -> list[int]:
+        """Sessions that begin with all that the policy may see of an episode so far."""
+        cut = 0 if self.visible is None else max(0, episode.length - self.visible)
+        ids = np.concatenate([s.token_ids for s in episode.segments])[cut:]
+        images = shifted(images_of(episode.segments), -cut)
+        params = self._params(episode)
+        return self.generator.open(ids, keys, params, position=episode.length, images=images)
 
     def _fail(self, episode: _Episode, outcome: Outcome) -> None:
         """The fault policy: a fresh try while there are any left, then an error."""

@@ -6,13 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..policy import DecodeState, Policy
+from ..policy.images import Placed
 from .sampler import sample
+from .sight import Sight
 from .types import Completion, FinishReason, GeneratorCounters, SamplingParams
 
 PATIENCE = 8  # decode steps that a given piece may wait for others
@@ -70,6 +73,7 @@ class NativeGenerator:
         self._stop_sets: dict[tuple[int, ...], int] = {}
         self._stop_table = np.zeros((0, policy.config.vocab_size), np.bool_)
         self._last_session = -1
+        self._sight = Sight(policy)
         self.clear()
 
     def clear(self) -> None:
@@ -77,6 +81,7 @@ class NativeGenerator:
         self._rows = np.zeros(0, _ROW)
         self._row_of: dict[int, int] = {}
         self._ids: dict[int, list[np.ndarray]] = {}  # all tokens of a session
+        self._sight.clear()
         self._pieces: dict[int, np.ndarray] = {}  # given tokens that the state has not seen
         self._openings: dict[int, _Opening] = {}
         self._unplaced: list[np.ndarray] = []
@@ -109,6 +114,7 @@ class NativeGenerator:
         keys: Sequence[int],
         params: SamplingParams,
         position: int | None = None,
+        images: Sequence[Placed] = (),
     ) -> list[int]:
         """As in `Generator`; ``position`` is the length of the trajectory where the prompt is
         only its end (default: the length of the prompt). ``keys`` are `sampler.stream_key`s."""
@@ -125,13 +131,21 @@ class NativeGenerator:
         self._openings[sessions[0]] = opening
         self._pieces[sessions[0]] = opening.prompt
         self._ids |= {session: [opening.prompt] for session in sessions}
+        for session in sessions:
+            self._sight.add(session, images, 0)
         self._unplaced.append(row)
         self._num_asked += len(keys)
         self.counters.prompt_tokens += len(prompt) * len(keys)
         self.counters.reused_tokens += len(prompt) * (len(keys) - 1)
         return sessions
 
-    def extend(self, session: int, token_ids: np.ndarray, params: SamplingParams) -> None:
+    def extend(
+        self,
+        session: int,
+        token_ids: np.ndarray,
+        params: SamplingParams,
+        images: Sequence[Placed] = (),
+    ) -> None:
         rows, row = self._rows, self._row_of[session]
         assert rows["todo"][row] == 0, "extend: the session is still sampling"
         piece = np.empty(1 + len(token_ids), np.int64)
@@ -139,6 +153,7 @@ class NativeGenerator:
         rows["position"][row] += len(token_ids)
         self._ask(rows, row, params, len(piece), int(piece[-1]))
         self._pieces[session] = piece
+        self._sight.add(session, images, sum(map(len, self._ids[session])))
         self._ids[session].append(piece[1:])
         self._num_asked += 1
         self.counters.prompt_tokens += len(token_ids)
@@ -147,6 +162,7 @@ class NativeGenerator:
         assert self._rows[self._row_of[session]]["todo"] == 0, "close: the session is sampling"
         self._closed.append(self._row_of.pop(session))
         del self._ids[session]
+        self._sight.forget(session)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
@@ -248,22 +264,27 @@ class NativeGenerator:
         """Feed the planned tokens; logits [len(active), V] after the last of each row."""
         rows = self._rows
         longest = int(take.max())
+        images: dict[str, Any] = {}
         if longest == 1 and not self._pieces:
             ids, cu_seqlens = rows["last"][active][:, None], None
         else:
             ends = np.cumsum(take)
             flat = rows["last"][active].repeat(take)
+            read: list[tuple[int, int, int, int]] = []
             for row, end, length in zip(active.tolist(), ends.tolist(), take.tolist(), strict=True):
                 session = int(rows["session"][row])
                 piece = self._pieces.get(session)
                 if piece is None:
                     continue
                 flat[end - length : end] = piece[:length]
+                known = sum(map(len, self._ids[session])) - int(rows["todo"][row])
+                read.append((session, known, length, end - length))
                 self.counters.prefill_tokens += length
                 if length == len(piece):
                     del self._pieces[session]
                 else:
                     self._pieces[session] = piece[length:]
+            images = self._sight.inputs(read)
             if longest * len(take) == len(flat):
                 ids, cu_seqlens = flat.reshape(len(take), longest), None
             else:
@@ -273,13 +294,13 @@ class NativeGenerator:
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens.to(self._device)
         if len(active) == len(rows):
-            out = self.policy(input_ids, cu_seqlens, self._state, last_only=True)
+            out = self.policy(input_ids, cu_seqlens, self._state, last_only=True, **images)
             self._state = out.state
         else:
             assert self._state is not None
             index = self._index(active)
             part = self._state.lend(index)
-            out = self.policy(input_ids, cu_seqlens, part, last_only=True)
+            out = self.policy(input_ids, cu_seqlens, part, last_only=True, **images)
             self._state.take_back(index, part)
         return out.logits
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..envs.types import StopReason
+from ..policy.images import Placed
 
 
 class FinishReason(StrEnum):
@@ -50,13 +51,25 @@ class Segment:
     """A stretch of a trajectory, either given (prompt, tool text) or sampled by the policy.
 
     ``token_ids`` int32 [n]; for sampled segments ``logprobs`` fp32 [n] and ``versions`` int32 [n]
-    as in `Completion`, for given ones both are empty.
+    as in `Completion`, for given ones both are empty. ``images`` stand in given ones, placed from
+    the start of the segment.
     """
 
     token_ids: np.ndarray
     sampled: bool
     logprobs: np.ndarray
     versions: np.ndarray
+    images: tuple[Placed, ...] = ()
+
+
+def images_of(segments: Iterable[Segment]) -> tuple[Placed, ...]:
+    """The images of segments that follow each other, placed from the start of the first."""
+    placed: list[Placed] = []
+    offset = 0
+    for segment in segments:
+        placed += [Placed(offset + image.start, image.patches) for image in segment.images]
+        offset += len(segment.token_ids)
+    return tuple(placed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +94,11 @@ class Trajectory:
     def token_ids(self) -> np.ndarray:
         """All token ids, int32 [T]."""
         return _cat([s.token_ids for s in self.segments], np.int32)
+
+    @property
+    def images(self) -> tuple[Placed, ...]:
+        """All images, placed among the tokens."""
+        return images_of(self.segments)
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -183,12 +201,21 @@ class Generator(Protocol):
         keys: Sequence[int],
         params: SamplingParams,
         position: int | None = None,
+        images: Sequence[Placed] = (),
     ) -> list[int]:
-        """Start ``len(keys)`` sequences with one prompt; returns their session ids."""
+        """Start ``len(keys)`` sequences with one prompt; returns their session ids. ``images`` are
+        placed among its tokens."""
         ...
 
-    def extend(self, session: int, token_ids: np.ndarray, params: SamplingParams) -> None:
-        """Append given tokens to a waiting session and ask for its next completion."""
+    def extend(
+        self,
+        session: int,
+        token_ids: np.ndarray,
+        params: SamplingParams,
+        images: Sequence[Placed] = (),
+    ) -> None:
+        """Append given tokens to a waiting session and ask for its next completion; ``images`` are
+        placed among them."""
         ...
 
     def step(self) -> list[tuple[int, Completion]]:

@@ -42,3 +42,27 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stage = StageRecord(512, (512,), 0, tokenizer_sha256(tokenizer))
     folder = tmp_path_factory.mktemp("checkpoints") / "tiny"
     return save_checkpoint(folder, Policy(config), config, tokenizer, stage)
+
+
+@pytest.fixture(scope="session")
+def seeing_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint folder of an untrained tiny policy with a vision tower."""
+    from farhorizon.policy import Policy
+    from farhorizon.policy.checkpoint import save_checkpoint
+    from farhorizon.policy.records import StageRecord
+    from farhorizon.policy.tokenizer import (
+        MEDIA_PAD,
+        control_id,
+        tokenizer_sha256,
+        train_tokenizer,
+    )
+
+    from .rl.fake_policy import seeing_config
+
+    tokenizer = train_tokenizer(["no picture and now"], 320, style="full")
+    torch.manual_seed(0)
+    config = seeing_config(320, control_id(tokenizer, MEDIA_PAD))
+    policy = Policy(config, vision=True)
+    stage = StageRecord(512, (512,), 0, tokenizer_sha256(tokenizer))
+    folder = tmp_path_factory.mktemp("checkpoints") / "seeing"
+    return save_checkpoint(folder, policy, config, tokenizer, stage)

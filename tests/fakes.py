@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from farhorizon.envs import MessageEnv, register
+from farhorizon.envs import MessageEnv, register, said, shown
 from farhorizon.envs.base import Observation, Step
 from farhorizon.envs.types import Message
 from farhorizon.policy import Policy
+from farhorizon.policy.images import Placed
 from farhorizon.policy.weights import (
     PolicyVersion,
     Publication,
@@ -50,6 +51,9 @@ class WordChat:
     def render_reply(self, messages: Iterable[Message], room: int | None = None) -> list[int]:
         return [token for message in messages for token in self.ids(message.content)]
 
+    def placed(self, token_ids: Sequence[int], messages: Iterable[Message]) -> tuple[Placed, ...]:
+        return ()
+
     def text(self, sampled_ids: Sequence[int]) -> str:
         return "".join(self.words[t - 2] for t in sampled_ids if t >= 2)
 
@@ -80,6 +84,7 @@ class ScriptedGenerator:
         keys: Sequence[int],
         params: SamplingParams,
         position: int | None = None,
+        images: Sequence[Placed] = (),
     ) -> list[int]:
         first = len(self._turn)
         sessions = list(range(first, first + len(keys)))
@@ -88,7 +93,13 @@ class ScriptedGenerator:
             self.extend(session, prompt, params)
         return sessions
 
-    def extend(self, session: int, token_ids: np.ndarray, params: SamplingParams) -> None:
+    def extend(
+        self,
+        session: int,
+        token_ids: np.ndarray,
+        params: SamplingParams,
+        images: Sequence[Placed] = (),
+    ) -> None:
         assert params.max_tokens >= 1
         self._known[session] += token_ids.tolist()
         self._turn[session] += 1
@@ -227,6 +238,43 @@ class ScriptedEnv(MessageEnv):
 
 
 register("scripted-v0", ScriptedEnv)
+
+
+class PictureEnv(MessageEnv):
+    """Two turns, each perhaps with a picture; reward 1 for an even number of letters thought.
+
+    Every other task shows none at first; what is shown differs between instances, siblings too.
+    """
+
+    shows_images = True
+    built: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        type(self).built += 1
+        self.drawn = np.random.default_rng(type(self).built)
+        self.turns = self.said = 0
+
+    def picture(self) -> np.ndarray:
+        height, width = self.drawn.integers(3, 9, 2)
+        return self.drawn.integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        self.turns = self.said = 0
+        if self.task is not None and self.task.seed % 2:
+            return (Message("user", "no picture"),), {}
+        return (shown("user", self.picture(), " and ", self.picture()),), {}
+
+    def step(self, action: str) -> Step:
+        self.turns, self.said = self.turns + 1, self.said + len(said(action).thinking)
+        if self.turns == 1 and self.drawn.integers(2):
+            return (shown("user", "now ", self.picture()),), 0.0, False, False, {}
+        return self.finish(float(self.said % 2 == 0))
+
+
+register("pictures-v0", PictureEnv)
 
 
 class EvenEnv(MessageEnv):

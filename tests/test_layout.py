@@ -41,6 +41,7 @@ OWNERS = {
     "torch": {"kernels/", "policy/", "rollout/", "rl/", "launch/"},
     "transformers": {"policy/", "rl/", "launch/"},
     "tokenizers": {"policy/"},
+    "PIL": {"policy/images.py"},
     "safetensors": {"policy/", "rl/resume.py"},
 }
 
@@ -166,7 +167,7 @@ def test_what_is_imported_is_a_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["vllm"], *extras["bench"]]
-    modules = {"pyyaml": "yaml", "flash-linear-attention": "fla"}
+    modules = {"pyyaml": "yaml", "pillow": "PIL", "flash-linear-attention": "fla"}
     names = (re.split(r"[><=;]", text)[0] for text in wanted)
     declared = {modules.get(name, name) for name in names}
     used = {m.split(".")[0] for path in sources() for m, ours in imports(path) if not ours}

@@ -18,6 +18,7 @@ from farhorizon.policy.kda import KimiDeltaAttention
 from farhorizon.policy.moe import LatentMoE
 from farhorizon.policy.packing import Packing
 from farhorizon.policy.records import parse_config
+from farhorizon.policy.vision_config import VisionConfig
 
 MXFP4 = "mxfp4-pack-quantized"
 PRESETS = Path(__file__).parents[2] / "configs" / "policy"
@@ -196,7 +197,7 @@ def test_k3_is_read_to_the_last_field() -> None:
     assert (config.bos_token_id, config.eos_token_id) == (163584, 163586)
     assert config.gate_lower_bound == -5.0 and config.latent_norm_eps == 1e-6
     assert config.situ_bounds == (4.0, 25.0)
-    assert config.nested and config.stores_mxfp4 and config.vision == K3["vision_config"]
+    assert config.nested and config.stores_mxfp4 and config.vision == VisionConfig()
     assert [i for i in range(93) if config.is_mla(i)] == [*range(3, 92, 4), 92]
     assert [i for i in range(93) if config.is_dense(i)] == [0]
     text = PolicyConfig.from_dict(K3_TEXT)

@@ -1,14 +1,19 @@
-"""A policy of a few hundred parameters with what the learner needs of the real one."""
+"""A policy of a few hundred parameters with what the learner needs of the real one, and the
+configuration of a small one that sees images."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
+
+from farhorizon.policy import PolicyConfig
+from farhorizon.policy.images import Placed
 
 
 @dataclass
@@ -71,6 +76,9 @@ class FakePolicy(nn.Module):
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         return FakeOutput(logprobs.gather(1, targets[:, None])[:, 0], entropy)
 
+    def image_inputs(self, images: Sequence[Placed]) -> dict[str, Any]:
+        return {}
+
     @contextmanager
     def routing_statistics(self, valid: Tensor | None = None) -> Iterator[None]:
         self.collecting = True
@@ -92,3 +100,25 @@ class FakePolicy(nn.Module):
     @staticmethod
     def leaf_modules() -> list[type[nn.Module]]:
         return []
+
+
+SEEING: dict[str, Any] = {
+    **{"patch_size": 2, "init_pos_emb_height": 4, "init_pos_emb_width": 4},
+    **{"vt_num_attention_heads": 2, "vt_num_hidden_layers": 2, "vt_hidden_size": 12},
+    **{"vt_intermediate_size": 20, "qkv_hidden_size": 16},
+}
+
+
+def seeing_config(vocab_size: int, media_token: int, **text: Any) -> PolicyConfig:
+    """A tiny policy with a vision tower."""
+    fields = PolicyConfig.tiny(
+        vocab_size=vocab_size, hidden_size=32, num_hidden_layers=2, **text
+    ).to_dict()
+    return PolicyConfig.from_dict(
+        {
+            "model_type": "kimi_k3",
+            "media_placeholder_token_id": media_token,
+            "text_config": fields,
+            "vision_config": SEEING,
+        }
+    )

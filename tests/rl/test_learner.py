@@ -16,6 +16,8 @@ from torch import Tensor
 
 from farhorizon.policy import Policy, PolicyConfig
 
+from .fake_policy import seeing_config
+
 WORKER = Path(__file__).parent / "worker.py"
 STAGES = range(4)
 RANKS = (1, 2)
@@ -103,6 +105,26 @@ def test_the_policy_learns_alike_under_any_split(played: Path, ranks: int, stage
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3)
     after, want = weights(played, ranks, f"tiny-{stage}"), weights(played, 1, "tiny-0")
     assert distance(after, want) < 1e-4
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_images_of_some_sequences_teach_the_tower_under_any_split(
+    played: Path, ranks: int, stage: int
+) -> None:
+    reference = results(played, 1, "seen-0")
+    for got, want in zip(results(played, ranks, f"seen-{stage}"), reference, strict=True):
+        assert got["loss"] == pytest.approx(want["loss"], abs=1e-5)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3)
+        assert got["nll"] == pytest.approx(want["nll"], abs=1e-5)
+        assert abs(got["nll"] - got["blind"]) > 1e-3  # the pixels matter
+    after, want = weights(played, ranks, f"seen-{stage}"), weights(played, 1, "seen-0")
+    assert distance(after, want) < 1e-4
+    tower = [name for name in after if name.startswith(("vision_tower", "mm_projector"))]
+    assert len(tower) == 2 + 2 * 6 + 1 + 3
+    torch.manual_seed(0)
+    before = Policy(seeing_config(64, 63), vision=True).state_dict()
+    assert all(float((after[name] - before[name]).abs().max()) > 1e-4 for name in tower)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

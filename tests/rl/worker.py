@@ -13,20 +13,23 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from fake_policy import FakePolicy
+from fake_policy import FakePolicy, seeing_config
 from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
 from farhorizon.configs.errors import RunFailed
 from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from farhorizon.policy import Policy, PolicyConfig
+from farhorizon.policy.images import place, prepare
 from farhorizon.policy.moe import Router
+from farhorizon.policy.vision_config import ImageRules
 from farhorizon.policy.weights import Publication, digest
 from farhorizon.rl import resume
 from farhorizon.rl.algorithms import make_algorithm
@@ -332,6 +335,47 @@ def published(out: dict[str, Any]) -> None:
         }
 
 
+def _with_images(sample: Sample, rules: ImageRules, seed: int) -> Sample:
+    """The sequence after a prompt that shows an image of two tokens and one of one."""
+    made = np.random.default_rng(seed)
+    shapes = ((4, 8, 3), (3, 3, 3))
+    images = [prepare(made.integers(0, 256, s, dtype=np.uint8), rules) for s in shapes]
+    prompt = np.array([5, 63, 63, 6, 63, 7])
+    none = np.zeros(len(prompt), np.float32)
+    return Sample(
+        sample.id,
+        np.concatenate([prompt, sample.token_ids]),
+        np.concatenate([none > 0, sample.loss_mask]),
+        np.concatenate([none, sample.behavior_logprobs]),
+        np.concatenate([none, sample.advantages]),
+        tuple(place(prompt.tolist(), images, 63)),
+    )
+
+
+def seen(out: dict[str, Any]) -> None:
+    """One sequence of eight has images; ranks without it take part in the tower's collectives."""
+    rules = seeing_config(64, 63).image_rules
+    assert rules is not None
+    for stage in range(4):
+        torch.manual_seed(0)
+        policy = Policy(seeing_config(64, 63), vision=True)
+        own = learner(policy, stage, eps=1e-3)
+        results = []
+        for step in range(2):
+            batch = samples(step, 63)
+            batch[6] = _with_images(batch[6], rules, step)
+            own_share = shares(batch, RANKS, SINGLE if stage % 2 else PACKED)[RANK]
+            results.append(own.update([own_share], LOSS).metrics)
+            blind = Share(
+                tuple(replace(b, images=()) for b in own_share.micro_batches),
+                own_share.denominator,
+            )
+            results[-1] = {**results[-1], "nll": own.evaluate(own_share)}
+            results[-1]["blind"] = own.evaluate(blind)
+        out[f"seen-{stage}"] = results
+        keep(f"seen-{stage}", state(own))
+
+
 def _take_over(receiver: WeightReceiver, own: Learner) -> Publication | None:
     publication = publish(own, SyncConfig(bucket_mb=1), 0, 64, put=lambda bucket: bucket)
     if publication is not None:
@@ -353,6 +397,7 @@ SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     recomputed,
     silent,
     published,
+    seen,
 ]
 
 
