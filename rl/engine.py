@@ -235,19 +235,15 @@ class Engine:
         if applied_steps == 0:
             return
         self._make_moments()
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         for name, parameter in self._parameters.items():
             for key in MOMENTS:
                 value = moments[f"{name}:{key}"].to(self.device)
                 if self.stage == 0:
                     self._engine.optimizer.state[parameter][key].copy_(value)
                 else:
-                    safe_set_full_optimizer_state(parameter, value, key)
+                    self._store(parameter, value, key)
 
     def _restore_weights(self, state: Mapping[str, Tensor]) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param
-
         live = dict(self.policy.named_parameters(remove_duplicate=False))
         live |= dict(self.policy.named_buffers(remove_duplicate=False))
         for names in self._chunks():
@@ -257,7 +253,23 @@ class Engine:
                     live[name].copy_(values[name])
             for name in names:
                 if self.stage > 0 and name in self._parameters:
-                    safe_set_full_fp32_param(live[name], values[name])
+                    self._store(live[name], values[name])
+
+    def _store(self, parameter: Tensor, value: Tensor, key: str | None = None) -> None:
+        """Put the whole ``value`` into ZeRO's shard of a moment, or of the fp32 master."""
+        if self.stage < 3:
+            from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+            if key is None:
+                safe_set_full_fp32_param(parameter, value)
+            else:
+                safe_set_full_optimizer_state(parameter, value, key)
+            return
+        # DeepSpeed's own call fails where the last shards are padded.
+        shard, _ = self._engine.optimizer._get_fp32_opt_state_partition(parameter, False, key)
+        start = self.rank * shard.numel()
+        part = value.flatten()[start : start + shard.numel()]
+        shard[: len(part)].copy_(part)
 
     def _make_moments(self) -> None:
         """Create the optimizer state that torch would create in its first step."""
