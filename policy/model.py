@@ -22,6 +22,7 @@ from .layout import read_layout
 from .moe import DenseMLP, Experts, LatentMoE, Router
 from .packing import Packing
 from .state import DecodeState
+from .value import ValueHead
 
 # What Hugging Face trainers and `generate` pass besides the names of `Policy.forward`.
 _CACHES = ("past_key_values", "cache")
@@ -34,13 +35,15 @@ class PolicyOutput(ModelOutput):
     """What a forward returns; fields that were not asked for are None.
 
     ``logits [1, T, V]`` (``[B, T, V]`` for rows, ``[N, V]`` with ``last_only``), ``logprobs`` and
-    ``entropy`` fp32 [R], ``last_hidden_state [1, T, D]`` or ``[B, T, D]``, ``loss`` scalar.
+    ``entropy`` fp32 [R], ``last_hidden_state [1, T, D]`` or ``[B, T, D]``, ``loss`` scalar,
+    ``value`` fp32 of a policy with a value head: [R] with ``rows``, else of all tokens.
     """
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+    value: torch.Tensor | None = None
     last_hidden_state: torch.Tensor | None = None
     state: DecodeState | None = None
 
@@ -190,12 +193,14 @@ class Policy(PreTrainedModel, GenerationMixin):
     _is_stateful = True  # no assisted generation: nothing could take tokens back
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 - transformers' own declaration
     config: PolicyConfig
+    v_head: ValueHead | None
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         self.model = PolicyModel(config)
         self.lm_head = LanguageHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+        self.register_module("v_head", None)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -271,8 +276,10 @@ class Policy(PreTrainedModel, GenerationMixin):
             state.lengths = state.lengths + lengths[1:] - lengths[:-1]
         given = layout.restore(hidden)
         out = PolicyOutput(last_hidden_state=given.view(batch, length, -1), state=state)
+        picked = given if rows is None else given.index_select(0, rows)
+        if self.v_head is not None:
+            out.value = self.v_head(out.last_hidden_state if rows is None else picked)
         if targets is not None:
-            picked = given if rows is None else given.index_select(0, rows)
             out.logprobs, out.entropy = self.lm_head(picked, targets, temperature)
         elif last_only:
             out.logits = self.lm_head(hidden.index_select(0, packing.last()))

@@ -19,6 +19,7 @@ from farhorizon.policy import Policy, PolicyConfig
 WORKER = Path(__file__).parent / "worker.py"
 STAGES = range(4)
 RANKS = (1, 2)
+TINY = PolicyConfig.tiny(vocab_size=64, hidden_size=32, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +151,7 @@ def test_bfloat16_keeps_fp32_masters(played: Path) -> None:
     assert set(results(played, 1, "bfloat16").values()) == {"torch.float32"}
     moved = weights(played, 1, "bfloat16")
     torch.manual_seed(0)
-    start = Policy(PolicyConfig.tiny(vocab_size=64, hidden_size=32, num_hidden_layers=2))
+    start = Policy(TINY)
     name = "lm_head.weight"
     step = moved[name] - start.state_dict()[name]
     assert 0 < float(step.abs().max()) < 0.02
@@ -177,3 +178,17 @@ def test_everything_is_published_and_arrives_bit_for_bit(
         "experts.w2",
     ):
         assert any(name.endswith(part) for name in got["names"]), part
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_value_head_learns_with_the_policy_and_is_not_published(
+    played: Path, ranks: int, stage: int
+) -> None:
+    after, want = weights(played, ranks, f"valued-{stage}"), weights(played, 1, "valued-0")
+    assert distance(after, want) < 1e-4
+    assert float(want["v_head.summary.bias"]) > 0.015  # two steps of 0.01 towards 1
+    assert bool(want["v_head.summary.weight"].any())
+    got = results(played, ranks, f"valued-{stage}")
+    assert got["bitwise"]
+    assert got["sent"] == sorted(Policy(TINY).state_dict())

@@ -27,6 +27,7 @@ from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.moe import Router
+from farhorizon.policy.value import ValueHead
 from farhorizon.policy.weights import Publication, digest
 from farhorizon.rl import resume
 from farhorizon.rl.algorithms import make_algorithm
@@ -309,6 +310,48 @@ def _take_over(receiver: WeightReceiver, own: Learner) -> Publication | None:
     return publication
 
 
+def value_step(own: Learner, step: int) -> None:
+    """One optimizer step towards values of 1 and likelier tokens, as a critic would take it."""
+    given = share(step, SINGLE, 64)
+    for number, batch in enumerate(given.micro_batches):
+        positions = np.array([1]) if batch.padding else np.flatnonzero(batch.loss_mask)
+        ids, rows = torch.tensor(batch.input_ids), torch.tensor(positions - 1)
+        out = own.engine.forward(
+            ids[None],
+            torch.tensor(batch.cu_seqlens),
+            rows=rows,
+            targets=ids[rows + 1],
+            last=number == len(given.micro_batches) - 1,
+        )
+        total = ((out.value - 1).square() - out.logprobs).sum() / given.denominator
+        own.engine.backward(total * (not batch.padding))
+    assert own.engine.step().applied
+
+
+def valued(out: dict[str, Any]) -> None:
+    """A value head is trained and resumed with the policy, and stays out of what is published."""
+    for stage in range(4):
+        policy = tiny_policy()
+        policy.v_head = ValueHead(32)
+        own = learner(policy, stage, eps=1e-3)
+        for step in range(2):
+            value_step(own, step)
+        keep(f"valued-{stage}", state(own))
+        folder = FOLDER / f"valued-{RANKS}-{stage}"
+        resume.save(own, folder)
+        other = tiny_policy()
+        other.v_head = ValueHead(32)
+        fresh = learner(other, stage, eps=1e-3)
+        resume.load(fresh, folder)
+        for each in (own, fresh):
+            value_step(each, 2)
+        publication = _take_over(WeightReceiver(tiny_policy()), own)
+        out[f"valued-{stage}"] = {
+            "bitwise": digests(own) == digests(fresh),
+            "sent": None if publication is None else list(publication.manifest.names),
+        }
+
+
 SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     layouts,
     skipped,
@@ -317,6 +360,7 @@ SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     recomputed,
     silent,
     published,
+    valued,
 ]
 
 
