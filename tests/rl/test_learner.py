@@ -192,3 +192,31 @@ def test_a_value_head_learns_with_the_policy_and_is_not_published(
     got = results(played, ranks, f"valued-{stage}")
     assert got["bitwise"]
     assert got["sent"] == sorted(Policy(TINY).state_dict())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_muon_is_the_same_under_any_split_and_resumes_bit_for_bit(
+    played: Path, ranks: int, stage: int
+) -> None:
+    """Under ZeRO heads and experts are cut apart between ranks."""
+    for kind in ("muon", "muon-moments"):
+        after, want = (weights(played, r, f"{kind}-{s}") for r, s in ((ranks, stage), (1, 0)))
+        assert distance(after, want) < 1e-5, kind
+    got = results(played, ranks, f"muon-{stage}")
+    assert got["moments"] and got["bitwise"] and got["crossed"] < 1e-6
+    assert got["refused"].endswith("it is that of another learner.optimizer")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_weight_clipping_pools_logits_over_ranks_and_reaches_the_weights(
+    played: Path, ranks: int, stage: int
+) -> None:
+    first, second = results(played, ranks, f"muon-{stage}")["metrics"]
+    want = results(played, 1, "muon-0")["metrics"][0]["attention_logit_max"]
+    assert want > 0.5 and first["attention_logit_max"] == pytest.approx(want, rel=1e-5)
+    assert first["clipped_heads"] == 2
+    assert second["attention_logit_max"] < 0.03  # was clipped to 0.02; another batch, one step on
+    refused = json.loads((played / "1-0.json").read_text())["no-latent-attention"]
+    assert refused.startswith("learner.qk_clip=100 would have no effect: the policy has no latent")

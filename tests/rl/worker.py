@@ -352,6 +352,40 @@ def valued(out: dict[str, Any]) -> None:
         }
 
 
+def with_muon(out: dict[str, Any]) -> None:
+    """Muon and weight clipping at every ZeRO stage, through a resume."""
+    settings = {"optimizer": "muon", "weight_decay": 0.1, "qk_clip": 0.02}
+    for stage in range(4):
+        own = learner(tiny_policy(), stage, **settings)
+        metrics = [own.update([share(step, SINGLE, 64)], LOSS).metrics for step in range(2)]
+        keep(f"muon-{stage}", state(own))
+        keep(f"muon-moments-{stage}", {n: t.clone() for n, t in own.engine.moments()})
+        folder = FOLDER / f"muon-{RANKS}-{stage}"
+        resume.save(own, folder)
+        fresh, crossed = (learner(tiny_policy(), s, **settings) for s in (stage, (stage + 3) % 4))
+        for each in (fresh, crossed):
+            resume.load(each, folder)
+        kept = {n: t.clone() for n, t in fresh.engine.moments()}
+        same = all(torch.equal(kept[n], t) for n, t in own.engine.moments())
+        for each in (own, fresh, crossed):
+            each.update([share(2, PACKED, 64)], LOSS)
+        mine, other = state(own), state(crossed)
+        out[f"muon-{stage}"] = {
+            "metrics": metrics,
+            "moments": same,
+            "bitwise": digests(own) == digests(fresh),
+            "crossed": max(float((mine[n] - other[n]).abs().max()) for n in mine),
+        }
+        try:
+            resume.load(learner(tiny_policy(), stage), folder)
+        except UserError as error:
+            out[f"muon-{stage}"]["refused"] = str(error)
+    try:
+        learner(FakePolicy(), 0, qk_clip=100.0)
+    except UserError as error:
+        out["no-latent-attention"] = str(error)
+
+
 SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     layouts,
     skipped,
@@ -361,6 +395,7 @@ SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     silent,
     published,
     valued,
+    with_muon,
 ]
 
 
