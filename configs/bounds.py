@@ -71,6 +71,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "betas": _Range(0, 1, half=True),
         "eps": _POSITIVE,
         "weight_decay": _ANY,
+        "qk_clip": _POSITIVE,
         "grad_clip": _ANY,
         "warmup_steps": _ANY,
         "decay": _SHARE,

@@ -55,10 +55,12 @@ class LearnerConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 = torch autocast, fp32 masters
     micro_batch_tokens: int = 8192
     minibatches: int = 1  # optimizer steps per rollout batch
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices; AdamW for the rest
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # of matrices that are no gates and no embeddings
+    qk_clip: float | None = None  # largest attention logit of a head of MLA; K2 took 100
     grad_clip: float = 1.0
     warmup_steps: int = 0
     decay: float = 0.0  # last share of a train run's steps, over which lr falls to a tenth

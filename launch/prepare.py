@@ -23,8 +23,8 @@ from ..rollout.calls import EnvCalls, Fault, build
 from . import checkpoints
 from .checkpoints import Found, RunState
 
-# A run keeps these for life: its start, its data and its random numbers follow from them.
-IDENTITY = ("policy", "env", "seed", "group_size", "groups_per_step")
+# A run keeps these for life: its start, data, random numbers and moments follow from them.
+IDENTITY = ("policy", "env", "seed", "group_size", "groups_per_step", "learner.optimizer")
 RUN_FOLDERS = ("checkpoints", "rollouts")  # one of them is there as soon as a run has begun
 
 
@@ -179,7 +179,8 @@ def _find_resumable(config: TrainConfig, folder: Path, notes: list[str]) -> Foun
         before = parse_config(TrainConfig, found.state.config, f"in {found.folder / 'run.json'}")
         changed = changes(before, config)
         for text in changed:
-            if text.split(".")[0].split(":")[0] in IDENTITY:
+            key = text.split(":")[0]
+            if any(key == name or key.startswith(f"{name}.") for name in IDENTITY):
                 raise UserError(
                     f"output {folder} holds a run with another {text}; choose another output"
                 )

@@ -61,6 +61,8 @@ class GatedMLA(nn.Module):
         if self.gated:
             self.g_proj = project(hidden, self.num_heads * self.value)
         self.o_proj = project(self.num_heads * self.value, hidden)
+        self.watching = False
+        self.logit_max = torch.zeros(self.num_heads, dtype=torch.float32, device="cpu")
 
     def forward(
         self,
@@ -105,9 +107,25 @@ class GatedMLA(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing
     ) -> torch.Tensor:
         q, k, v = (packing.pad(t).transpose(1, 2) for t in (q, k, v))
+        if self.watching:
+            self._watch(q, k)
         # zeros behind a shorter sequence are never seen: attention is causal
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         return packing.unpad(out.transpose(1, 2)).flatten(1)
+
+    @torch.no_grad()
+    def _watch(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """Raise ``logit_max`` to the largest causal logits of ``q, k [N, H, L, D]``."""
+        count, _, length, _ = q.shape
+        self.logit_max = self.logit_max.to(q.device)
+        block = max(1, MAX_SCORES // (count * self.num_heads * length))
+        for start in range(0, length, block):
+            end = min(start + block, length)
+            scores = widen(q[:, :, start:end] @ k[:, :, :end].mT)
+            seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril(start)
+            # of padding, and where there is none above it, 0
+            largest = torch.where(seen, scores, 0.0).amax((0, 2, 3)) * self.scale
+            self.logit_max = torch.maximum(self.logit_max, largest.float())
 
     def _absorbed(
         self,

@@ -1,8 +1,9 @@
 """Checkpoint folders in the published layout, with the context they were trained for.
 
-A folder holds ``config.json``, ``model.safetensors`` (or shards with an index), the tokenizer and
-``stage.json``. Tensors carry the published names, one per expert; in memory the experts of a
-layer are one tensor. Nothing is ever unpickled.
+A folder holds ``config.json``, ``model.safetensors`` (or shards with an index), the tokenizer,
+``stage.json``, and ``value.safetensors`` if the policy has a value head. Tensors carry the
+published names, one per expert; in memory the experts of a layer are one tensor. Nothing is ever
+unpickled.
 
 A folder is written beside its place and renamed into it: a reader finds a whole checkpoint or
 none. Every tensor of the configured policy must be there with its shape, in memory as in files:
@@ -39,6 +40,7 @@ from .records import (
 from .shards import INDEX_FILE, SINGLE_FILE, write_shard
 from .stored import read_weights, stored_parts
 from .tokenizer import END_OF_MESSAGE, MEDIA_PAD, load_tokenizer, tokenizer_sha256
+from .value import VALUE_PREFIX, read_value_head, write_value_head
 
 SHARD_BYTES = 4 * 10**9
 
@@ -68,8 +70,8 @@ def save_checkpoint(
 
     ``weights`` are all parameters and persistent buffers under their names in memory, in their
     own dtypes; an iterator is consumed one shard at a time. With ``export`` routed experts are
-    stored as MXFP4, else as they are. ``notes`` are texts by file name that belong to it.
-    ValueError when it is not the whole policy.
+    stored as MXFP4, else as they are, and a value head is left out. ``notes`` are texts by file
+    name that belong to it. ValueError when it is not the whole policy.
     """
     folder = Path(folder)
     check_replaceable(folder)
@@ -151,6 +153,7 @@ def load_policy(
             message = one_line(error).removeprefix("config.json: ")
             raise UserError(f"{folder / 'config.json'}: {message}") from None
     policy.load_state_dict(read_weights(folder, policy, dtype), assign=True)
+    policy.v_head = read_value_head(folder, policy.config.hidden_size)
     return policy.eval()
 
 
@@ -197,7 +200,16 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig, export:
         weights = weights.state_dict()
     lasting = isinstance(weights, Mapping)  # what an iterator gives is valid until its next
     pairs = iter(weights.items()) if isinstance(weights, Mapping) else weights
-    parts = _parts(pairs, config, export)
+    head: dict[str, Tensor] = {}
+
+    def rest() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in pairs:
+            if name.startswith(VALUE_PREFIX):
+                head[name] = tensor if lasting else tensor.clone()
+            else:
+                yield name, tensor
+
+    parts = _parts(rest(), config, export)
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     total = size = 0
@@ -214,6 +226,7 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig, export:
         total += part.nbytes
     write_shard(folder / _part(len(shards)), shard)
     shards.append(list(shard))
+    write_value_head(folder, {} if export else head, config.hidden_size)
     for stale in (*folder.glob("model-*.safetensors"), folder / INDEX_FILE, folder / SINGLE_FILE):
         stale.unlink(missing_ok=True)
     if len(shards) == 1:

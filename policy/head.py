@@ -18,13 +18,15 @@ class PolicyOutput(ModelOutput):
     """What a forward returns; fields that were not asked for are None.
 
     ``logits [1, T, V]`` (``[B, T, V]`` for rows, ``[N, V]`` with ``last_only``), ``logprobs`` and
-    ``entropy`` fp32 [R], ``last_hidden_state [1, T, D]`` or ``[B, T, D]``, ``loss`` scalar.
+    ``entropy`` fp32 [R], ``last_hidden_state [1, T, D]`` or ``[B, T, D]``, ``loss`` scalar,
+    ``value`` fp32 of a policy with a value head: [R] with ``rows``, else of all tokens.
     """
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+    value: torch.Tensor | None = None
     last_hidden_state: torch.Tensor | None = None
     state: DecodeState | None = None
 

@@ -23,6 +23,7 @@ from .moe import DenseMLP, Experts, LatentMoE, Router
 from .packing import Packing
 from .state import DecodeState
 from .trainers import refuse, shifted_loss
+from .value import ValueHead
 from .vision import NO_TOWER, PositionTable, Projector, VisionTower, blank, placed, read_grids
 
 
@@ -165,6 +166,7 @@ class Policy(PreTrainedModel, GenerationMixin):
     _is_stateful = True  # no assisted generation: nothing could take tokens back
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 - transformers' own declaration
     config: PolicyConfig
+    v_head: ValueHead | None
 
     def __init__(self, config: PolicyConfig, *, vision: bool = False) -> None:
         super().__init__(config)
@@ -176,6 +178,7 @@ class Policy(PreTrainedModel, GenerationMixin):
             self.vision_tower = VisionTower(sizes)
             self.mm_projector = Projector(sizes, config.hidden_size)
         self.post_init()
+        self.register_module("v_head", None)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -267,8 +270,10 @@ class Policy(PreTrainedModel, GenerationMixin):
             state.lengths = state.lengths + lengths[1:] - lengths[:-1]
         given = layout.restore(hidden)
         out = PolicyOutput(last_hidden_state=given.view(batch, length, -1), state=state)
+        picked = given if rows is None else given.index_select(0, rows)
+        if self.v_head is not None:
+            out.value = self.v_head(out.last_hidden_state if rows is None else picked)
         if targets is not None:
-            picked = given if rows is None else given.index_select(0, rows)
             out.logprobs, out.entropy = self.lm_head(picked, targets, temperature)
         elif last_only:
             out.logits = self.lm_head(hidden.index_select(0, packing.last()))

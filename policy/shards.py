@@ -67,7 +67,7 @@ class Shards:
                 raise UserError(f"{self.folder}: files missing: {listed(absent)}")
             found: dict[str, str] = {}
             for name in files:
-                for stored in self._open(self.folder / name):
+                for stored in open_tensors(self.folder / name, self._stack):
                     found[stored.name] = name
                     plain = stored.name.removeprefix(PREFIX)
                     if plain in self.tensors:
@@ -84,26 +84,28 @@ class Shards:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _open(self, path: Path) -> list[StoredTensor]:
-        try:
-            with safe_open(path, framework="pt"):  # it checks the header and the file's length
-                pass
-            file = self._stack.enter_context(path.open("rb", buffering=0))
-            length = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(length))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise UserError(f"{path}: damaged or truncated ({one_line(error)})") from None
-        return [
-            StoredTensor(
-                file,
-                name,
-                entry["dtype"],
-                tuple(entry["shape"]),
-                8 + length + entry["data_offsets"][0],
-            )
-            for name, entry in header.items()
-            if name != "__metadata__"
-        ]
+
+def open_tensors(path: Path, stack: ExitStack) -> list[StoredTensor]:
+    """The tensors of one file, which ``stack`` closes; `UserError` if it is damaged."""
+    try:
+        with safe_open(path, framework="pt"):  # it checks the header and the file's length
+            pass
+        file = stack.enter_context(path.open("rb", buffering=0))
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path}: damaged or truncated ({one_line(error)})") from None
+    return [
+        StoredTensor(
+            file,
+            name,
+            entry["dtype"],
+            tuple(entry["shape"]),
+            8 + length + entry["data_offsets"][0],
+        )
+        for name, entry in header.items()
+        if name != "__metadata__"
+    ]
 
 
 def read_floats(stored: StoredTensor, place: Tensor) -> bool:

@@ -33,10 +33,18 @@ from torch import Tensor, nn
 
 from ..configs.schema import LearnerConfig
 from ..policy.weights import WeightManifest
+from .optimizer import (
+    is_vector,
+    lay_out,
+    make_optimizer,
+    moment_keys,
+    new_moments,
+    optimized,
+    uses_muon,
+)
 
 GATHER_BYTES = 256 << 20  # full tensors held at once while shards are gathered
 BUCKET_ELEMENTS = 50_000_000  # gradients reduced at once
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +96,6 @@ def _loopback() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices, not to norms, gates and depth-mixture queries."""
-    vector = max(parameter.shape, default=1) == parameter.numel()
-    return not vector and "norm" not in name
-
-
 @runtime_checkable
 class _WithLeaves(Protocol):
     def leaf_modules(self) -> list[type[nn.Module]]: ...
@@ -119,16 +121,23 @@ class Engine:
         # The names are taken before ZeRO 3 replaces the tensors by shards.
         self.manifest = WeightManifest.of(policy.state_dict())
         self._parameters = {n: p for n, p in policy.named_parameters() if p.requires_grad}
+        muon = config.optimizer == "muon"
+        self._moments = {
+            name: moment_keys(muon and uses_muon(name, parameter))
+            for name, parameter in self._parameters.items()
+        }
         leaves = policy.leaf_modules() if isinstance(policy, _WithLeaves) else []
         if self.stage == 3 and leaves:
             deepspeed.utils.set_z3_leaf_modules(policy, leaves)
         self._engine: Any = deepspeed.initialize(
             model=policy,
-            optimizer=_adamw(self._parameters, config),
+            optimizer=make_optimizer(self._parameters, config),
             config=_deepspeed_config(self._parameters, config),
             dist_init_required=False,
         )[0]
         self.device: torch.device = torch.device(self._engine.device)
+        if config.optimizer == "muon":
+            lay_out(self._engine, self.stage, policy)
 
     def forward(self, *args: Any, last: bool, **kwargs: Any) -> Any:
         """Forward of the policy; ``last`` marks the last micro-batch of an optimizer step."""
@@ -206,6 +215,11 @@ class Engine:
                 for name in names:
                     yield name, live[name].detach()
 
+    @property
+    def moment_names(self) -> list[str]:
+        """``name:moment`` of all that `moments` gives once a step was applied."""
+        return [f"{name}:{key}" for name, keys in self._moments.items() for key in keys]
+
     def moments(self) -> Iterator[tuple[str, Tensor]]:
         """Optimizer state as ``(parameter name:moment, tensor)``, whole, on every rank."""
         if self.applied_steps == 0:
@@ -214,7 +228,7 @@ class Engine:
 
         self._link_moments()
         for name, parameter in self._parameters.items():
-            for key in MOMENTS:
+            for key in self._moments[name]:
                 if self.stage == 0:
                     value = self._engine.optimizer.state[parameter][key]
                 else:
@@ -235,19 +249,30 @@ class Engine:
         if applied_steps == 0:
             return
         self._make_moments()
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         for name, parameter in self._parameters.items():
-            for key in MOMENTS:
+            for key in self._moments[name]:
                 value = moments[f"{name}:{key}"].to(self.device)
                 if self.stage == 0:
                     self._engine.optimizer.state[parameter][key].copy_(value)
                 else:
-                    safe_set_full_optimizer_state(parameter, value, key)
+                    self._store(parameter, value, key)
+
+    @torch.no_grad()
+    def scale_rows(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiply rows of matrices by ``factors [rows]`` by name, alike on every rank."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for name, rows in factors.items():
+            parameter = self._parameters[name]
+            whole = parameter if self.stage == 0 else safe_get_full_fp32_param(parameter)
+            assert whole is not None, name
+            scaled = whole * rows[:, None]
+            with self._whole([parameter], modify=True):
+                parameter.copy_(scaled)
+            if self.stage > 0:
+                self._store(parameter, scaled)
 
     def _restore_weights(self, state: Mapping[str, Tensor]) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param
-
         live = dict(self.policy.named_parameters(remove_duplicate=False))
         live |= dict(self.policy.named_buffers(remove_duplicate=False))
         for names in self._chunks():
@@ -257,21 +282,30 @@ class Engine:
                     live[name].copy_(values[name])
             for name in names:
                 if self.stage > 0 and name in self._parameters:
-                    safe_set_full_fp32_param(live[name], values[name])
+                    self._store(live[name], values[name])
+
+    def _store(self, parameter: Tensor, value: Tensor, key: str | None = None) -> None:
+        """Put the whole ``value`` into ZeRO's shard of a moment, or of the fp32 master."""
+        if self.stage < 3:
+            from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+            if key is None:
+                safe_set_full_fp32_param(parameter, value)
+            else:
+                safe_set_full_optimizer_state(parameter, value, key)
+            return
+        # DeepSpeed's own call fails where the last shards are padded.
+        shard, _ = self._engine.optimizer._get_fp32_opt_state_partition(parameter, False, key)
+        start = self.rank * shard.numel()
+        part = value.flatten()[start : start + shard.numel()]
+        shard[: len(part)].copy_(part)
 
     def _make_moments(self) -> None:
         """Create the optimizer state that torch would create in its first step."""
         optimizer = self._engine.optimizer
-        if self.stage == 0:
-            base, tensors = optimizer, list(self._parameters.values())
-        elif self.stage == 3:
-            base, tensors = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat
-        else:
-            base, tensors = optimizer.optimizer, optimizer.single_partition_of_fp32_groups
-        for tensor in tensors:
-            steps = torch.tensor(float(self.applied_steps), device=tensor.device)
-            moments = {key: torch.zeros_like(tensor.data) for key in MOMENTS}
-            base.state[tensor] = {"step": steps, **moments}
+        base = optimizer if self.stage == 0 else optimizer.optimizer
+        for group, tensor in optimized(self._engine, self.stage):
+            base.state[tensor] = new_moments(group, tensor, self.applied_steps)
         self._link_moments()
 
     def _link_moments(self) -> None:
@@ -335,32 +369,15 @@ class Engine:
         return where
 
 
-def _adamw(parameters: Mapping[str, nn.Parameter], config: LearnerConfig) -> torch.optim.AdamW:
-    decayed = [p for n, p in parameters.items() if decays(n, p)]
-    others = [p for n, p in parameters.items() if not decays(n, p)]
-    if config.weight_decay == 0:
-        decayed, others = [], [*parameters.values()]  # one group: half the collectives in ZeRO
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
-
-
 def _deepspeed_config(
     parameters: Mapping[str, nn.Parameter], config: LearnerConfig
 ) -> dict[str, Any]:
-    vectors = [p.numel() for n, p in parameters.items() if not decays(n, p)]
+    vectors = [p.numel() for p in parameters.values() if is_vector(p)]
     total = sum(p.numel() for p in parameters.values())
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": config.optimizer == "muon",  # ours
         "gradient_clipping": config.grad_clip if config.zero_stage else 0.0,
         "steps_per_print": None,
         "zero_optimization": {

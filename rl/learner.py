@@ -8,16 +8,17 @@ forwards), scoring and evaluation run outside of the counting context, padding b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..configs.errors import RunFailed
+from ..configs.errors import RunFailed, UserError
 from ..configs.schema import LearnerConfig
 from ..policy.images import Placed
+from ..policy.qk_clip import clip_factors, forget, logit_maxima, watched_logits
 from .algorithms import LossFunction
 from .engine import Engine
 from .types import LossOutput, MicroBatch, Share, UpdateResult
@@ -33,6 +34,11 @@ class Learner:
         self.temperature = temperature
         self.version = 0
         self.skipped_in_a_row = 0
+        if config.qk_clip is not None and not logit_maxima(policy):
+            raise UserError(
+                f"learner.qk_clip={config.qk_clip:g} would have no effect: the policy has no "
+                "latent attention; leave it out"
+            )
 
     def update(self, steps: Sequence[Share], loss: LossFunction) -> UpdateResult:
         """One optimizer step per share of this rank; metrics are means over the applied steps, or
@@ -88,8 +94,11 @@ class Learner:
         outputs = []
         for number, batch in enumerate(share.micro_batches):
             last = number == len(share.micro_batches) - 1
-            counting = nullcontext() if batch.padding else self.policy.routing_statistics()
-            with counting:
+            with ExitStack() as counting:
+                if not batch.padding:
+                    counting.enter_context(self.policy.routing_statistics())
+                    if self.config.qk_clip is not None:
+                        counting.enter_context(watched_logits(self.engine.policy))
                 logprobs, entropy = self._logprobs(batch, last)
             output = self._loss(batch, logprobs, entropy, loss, share.denominator)
             self.engine.backward(output.loss)
@@ -108,7 +117,21 @@ class Learner:
             self.policy.clear_routing_counts()
             metrics["expert_load_max"] = float("nan")
             self._skipped(result.bad_tensor)
+        if self.config.qk_clip is not None:
+            metrics |= self._clip_logits(self.config.qk_clip, result.applied)
         return metrics, result.bad_tensor
+
+    def _clip_logits(self, threshold: float, applied: bool) -> dict[str, float]:
+        """Scale heads whose largest logit of the step was above ``threshold``, if it was applied;
+        that logit, at least 0, and the number of such heads."""
+        maxima = logit_maxima(self.engine.policy)
+        self.engine.all_reduce(maxima, "max")
+        heads = torch.cat(maxima)
+        if applied:
+            self.engine.scale_rows(clip_factors(self.engine.policy, threshold))
+        forget(self.engine.policy)
+        clipped = int((heads > threshold).sum()) if applied else 0
+        return {"attention_logit_max": float(heads.max()), "clipped_heads": clipped}
 
     def _skipped(self, bad_tensor: str | None) -> None:
         self.skipped_in_a_row += 1

@@ -9,7 +9,15 @@ import numpy as np
 
 from ..configs.errors import RunFailed
 from ..configs.schema import SyncConfig
-from ..policy.weights import Bucket, PolicyVersion, Publication, fill_buckets, policy_digest
+from ..policy.value import VALUE_PREFIX
+from ..policy.weights import (
+    Bucket,
+    PolicyVersion,
+    Publication,
+    WeightManifest,
+    fill_buckets,
+    policy_digest,
+)
 from .learner import Learner
 
 
@@ -20,11 +28,13 @@ def publish(
 
     A collective: under ZeRO 3 every rank gives its shards. ``put`` stores a bucket (in Ray) and
     returns what stands for it. What is sent are the tensors the next forward of the learner will
-    use, parameters and persistent buffers alike, looked up by name at the time of the call.
+    use, parameters and persistent buffers alike, looked up by name at the time of the call; not
+    those of a value head, which no rollout has.
     RunFailed, on every rank, for weights that no longer give probabilities.
     """
     engine = learner.engine
-    manifest = engine.manifest
+    served = [s for s in engine.manifest.specs if not s.name.startswith(VALUE_PREFIX)]
+    manifest = WeightManifest(tuple(served))
     # Fresh ids for each version, so that no stale answer can match.
     ids = np.random.default_rng([seed, learner.version]).integers(
         0, vocab_size, config.canary_tokens, dtype=np.int64
@@ -39,7 +49,8 @@ def publish(
             pass
         return None
     stored, digests = [], []
-    filled = fill_buckets(manifest, engine.gathered_state(), config.bucket_mb << 20)
+    state = (pair for pair in engine.gathered_state() if not pair[0].startswith(VALUE_PREFIX))
+    filled = fill_buckets(manifest, state, config.bucket_mb << 20)
     for bucket, bucket_digests in filled:
         stored.append(put(bucket))
         digests.extend(bucket_digests)

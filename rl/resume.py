@@ -54,6 +54,13 @@ def load(learner: Learner, folder: Path) -> None:
         missing = [n for n in engine.manifest.names if WEIGHT + n not in tensors]
         if missing:
             raise UserError(f"{folder}: the learner state has no {missing[0]}; wrong policy?")
+        moments = engine.moment_names if record["applied_steps"] else []
+        lost = [name for name in moments if MOMENT + name not in tensors]
+        if lost:
+            raise UserError(
+                f"{folder}: the learner state has no {lost[0]}; it is that of another "
+                "learner.optimizer"
+            )
         engine.restore(
             _Prefixed(tensors, WEIGHT), _Prefixed(tensors, MOMENT), record["applied_steps"]
         )

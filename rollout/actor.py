@@ -59,6 +59,7 @@ class RolloutActor:
             env.close()
         checkpoint = load_checkpoint(self._checkpoint, vision=env.shows_images)
         policy = checkpoint.policy
+        policy.v_head = None  # values are the learner's
         if self._config.gpus > 0:
             policy.to(torch.device("cuda"))  # type: ignore[arg-type] - Module.to
         self._generator = NativeGenerator(policy, self._seed, keep_states=self._config.keep_states)

@@ -54,6 +54,8 @@ def test_defaults_are_within_bounds(schema: type) -> None:
         (TrainConfig, "learner.eps=0", "learner.eps=0.0 must be above 0"),
         (TrainConfig, "learner.weight_decay=-1", "learner.weight_decay=-1.0 must be at least 0"),
         (TrainConfig, "learner.grad_clip=-1", "learner.grad_clip=-1.0 must be at least 0"),
+        (TrainConfig, "learner.qk_clip=0", "learner.qk_clip=0.0 must be above 0"),
+        (TrainConfig, "learner.qk_clip=inf", "learner.qk_clip=inf must be finite and above 0"),
         (TrainConfig, "learner.gpus=2", "learner.gpus=2.0 must be between 0 and 1"),
         (TrainConfig, "rollout.gpus=-0.5", "rollout.gpus=-0.5 must be between 0 and 1"),
         (SftConfig, "gpus=1.5", "gpus=1.5 must be between 0 and 1"),

@@ -135,6 +135,8 @@ def test_changed_settings_are_told_and_another_task_is_refused(config: TrainConf
     ]
     with pytest.raises(UserError, match="holds a run with another seed: 0 -> 1"):
         prepare(replace(config, seed=1))
+    with pytest.raises(UserError, match=r"with another learner.optimizer: adamw -> muon; choose"):
+        prepare(override_config(config, ["learner.optimizer=muon"]))
 
 
 def test_an_edited_config_file_is_compared_with_what_was_run(config: TrainConfig) -> None:

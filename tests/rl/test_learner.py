@@ -21,6 +21,7 @@ from .fake_policy import seeing_config
 WORKER = Path(__file__).parent / "worker.py"
 STAGES = range(4)
 RANKS = (1, 2)
+TINY = PolicyConfig.tiny(vocab_size=64, hidden_size=32, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +200,7 @@ def test_bfloat16_keeps_fp32_masters(played: Path) -> None:
     assert set(results(played, 1, "bfloat16").values()) == {"torch.float32"}
     moved = weights(played, 1, "bfloat16")
     torch.manual_seed(0)
-    start = Policy(PolicyConfig.tiny(vocab_size=64, hidden_size=32, num_hidden_layers=2))
+    start = Policy(TINY)
     name = "lm_head.weight"
     step = moved[name] - start.state_dict()[name]
     assert 0 < float(step.abs().max()) < 0.02
@@ -226,3 +227,45 @@ def test_everything_is_published_and_arrives_bit_for_bit(
         "experts.w2",
     ):
         assert any(name.endswith(part) for name in got["names"]), part
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_value_head_learns_with_the_policy_and_is_not_published(
+    played: Path, ranks: int, stage: int
+) -> None:
+    after, want = weights(played, ranks, f"valued-{stage}"), weights(played, 1, "valued-0")
+    assert distance(after, want) < 1e-4
+    assert float(want["v_head.summary.bias"]) > 0.015  # two steps of 0.01 towards 1
+    assert bool(want["v_head.summary.weight"].any())
+    got = results(played, ranks, f"valued-{stage}")
+    assert got["bitwise"]
+    assert got["sent"] == sorted(Policy(TINY).state_dict())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_muon_is_the_same_under_any_split_and_resumes_bit_for_bit(
+    played: Path, ranks: int, stage: int
+) -> None:
+    """Under ZeRO heads and experts are cut apart between ranks."""
+    for kind in ("muon", "muon-moments"):
+        after, want = (weights(played, r, f"{kind}-{s}") for r, s in ((ranks, stage), (1, 0)))
+        assert distance(after, want) < 1e-5, kind
+    got = results(played, ranks, f"muon-{stage}")
+    assert got["moments"] and got["bitwise"] and got["crossed"] < 1e-6
+    assert got["refused"].endswith("it is that of another learner.optimizer")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_weight_clipping_pools_logits_over_ranks_and_reaches_the_weights(
+    played: Path, ranks: int, stage: int
+) -> None:
+    first, second = results(played, ranks, f"muon-{stage}")["metrics"]
+    want = results(played, 1, "muon-0")["metrics"][0]["attention_logit_max"]
+    assert want > 0.5 and first["attention_logit_max"] == pytest.approx(want, rel=1e-5)
+    assert first["clipped_heads"] == 2
+    assert second["attention_logit_max"] < 0.03  # was clipped to 0.02; another batch, one step on
+    refused = json.loads((played / "1-0.json").read_text())["no-latent-attention"]
+    assert refused.startswith("learner.qk_clip=100 would have no effect: the policy has no latent")

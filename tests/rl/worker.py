@@ -24,11 +24,12 @@ from fake_policy import FakePolicy, seeing_config
 from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
-from farhorizon.configs.errors import RunFailed
+from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.images import place, prepare
 from farhorizon.policy.moe import Router
+from farhorizon.policy.value import ValueHead
 from farhorizon.policy.vision_config import ImageRules
 from farhorizon.policy.weights import Publication, digest
 from farhorizon.rl import resume
@@ -387,6 +388,82 @@ def _take_over(receiver: WeightReceiver, own: Learner) -> Publication | None:
     return publication
 
 
+def value_step(own: Learner, step: int) -> None:
+    """One optimizer step towards values of 1 and likelier tokens, as a critic would take it."""
+    given = share(step, SINGLE, 64)
+    for number, batch in enumerate(given.micro_batches):
+        positions = np.array([1]) if batch.padding else np.flatnonzero(batch.loss_mask)
+        ids, rows = torch.tensor(batch.input_ids), torch.tensor(positions - 1)
+        out = own.engine.forward(
+            ids[None],
+            torch.tensor(batch.cu_seqlens),
+            rows=rows,
+            targets=ids[rows + 1],
+            last=number == len(given.micro_batches) - 1,
+        )
+        total = ((out.value - 1).square() - out.logprobs).sum() / given.denominator
+        own.engine.backward(total * (not batch.padding))
+    assert own.engine.step().applied
+
+
+def valued(out: dict[str, Any]) -> None:
+    """A value head is trained and resumed with the policy, and stays out of what is published."""
+    for stage in range(4):
+        policy = tiny_policy()
+        policy.v_head = ValueHead(32)
+        own = learner(policy, stage, eps=1e-3)
+        for step in range(2):
+            value_step(own, step)
+        keep(f"valued-{stage}", state(own))
+        folder = FOLDER / f"valued-{RANKS}-{stage}"
+        resume.save(own, folder)
+        other = tiny_policy()
+        other.v_head = ValueHead(32)
+        fresh = learner(other, stage, eps=1e-3)
+        resume.load(fresh, folder)
+        for each in (own, fresh):
+            value_step(each, 2)
+        publication = _take_over(WeightReceiver(tiny_policy()), own)
+        out[f"valued-{stage}"] = {
+            "bitwise": digests(own) == digests(fresh),
+            "sent": None if publication is None else list(publication.manifest.names),
+        }
+
+
+def with_muon(out: dict[str, Any]) -> None:
+    """Muon and weight clipping at every ZeRO stage, through a resume."""
+    settings = {"optimizer": "muon", "weight_decay": 0.1, "qk_clip": 0.02}
+    for stage in range(4):
+        own = learner(tiny_policy(), stage, **settings)
+        metrics = [own.update([share(step, SINGLE, 64)], LOSS).metrics for step in range(2)]
+        keep(f"muon-{stage}", state(own))
+        keep(f"muon-moments-{stage}", {n: t.clone() for n, t in own.engine.moments()})
+        folder = FOLDER / f"muon-{RANKS}-{stage}"
+        resume.save(own, folder)
+        fresh, crossed = (learner(tiny_policy(), s, **settings) for s in (stage, (stage + 3) % 4))
+        for each in (fresh, crossed):
+            resume.load(each, folder)
+        kept = {n: t.clone() for n, t in fresh.engine.moments()}
+        same = all(torch.equal(kept[n], t) for n, t in own.engine.moments())
+        for each in (own, fresh, crossed):
+            each.update([share(2, PACKED, 64)], LOSS)
+        mine, other = state(own), state(crossed)
+        out[f"muon-{stage}"] = {
+            "metrics": metrics,
+            "moments": same,
+            "bitwise": digests(own) == digests(fresh),
+            "crossed": max(float((mine[n] - other[n]).abs().max()) for n in mine),
+        }
+        try:
+            resume.load(learner(tiny_policy(), stage), folder)
+        except UserError as error:
+            out[f"muon-{stage}"]["refused"] = str(error)
+    try:
+        learner(FakePolicy(), 0, qk_clip=100.0)
+    except UserError as error:
+        out["no-latent-attention"] = str(error)
+
+
 SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     layouts,
     accumulated,
@@ -398,6 +475,8 @@ SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     silent,
     published,
     seen,
+    valued,
+    with_muon,
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from farhorizon.configs.schema import EnvConfig, RolloutConfig
 from farhorizon.envs.types import Message, StopReason, Task
 from farhorizon.policy.checkpoint import load_checkpoint
 from farhorizon.policy.tokenizer import ChatFormat
+from farhorizon.policy.value import VALUE_PREFIX, ValueHead, write_value_head
 from farhorizon.rollout.actor import RolloutPool, check_errors
 from farhorizon.rollout.episode import run_groups
 from farhorizon.rollout.generator import NativeGenerator
@@ -37,8 +39,14 @@ TASKS = [Task(f"t{i}", i) for i in range(5)]
 
 
 @pytest.fixture(scope="module")
-def pool(ray_local: None, tiny_checkpoint: Path) -> Iterator[RolloutPool]:
-    pool = RolloutPool(str(tiny_checkpoint), ENV, ROLLOUT, context=128, seed=3)
+def pool(
+    ray_local: None, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RolloutPool]:
+    """Its checkpoint has a value head, of which rollouts know nothing."""
+    folder = tmp_path_factory.mktemp("valued") / "policy"
+    shutil.copytree(tiny_checkpoint, folder)
+    write_value_head(folder, ValueHead(32).state_dict(prefix=VALUE_PREFIX), 32)
+    pool = RolloutPool(str(folder), ENV, ROLLOUT, context=128, seed=3)
     yield pool
     pool.close()
 
