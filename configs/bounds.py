@@ -119,6 +119,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "rollout.temperature": _POSITIVE,
     },
     schema.KdaBenchConfig: {"seed": _SEED, "repeats": _ONE},
+    schema.ParityBenchConfig: {"seed": _SEED, "lengths": _Range(2), "sampled": _ONE},
     schema.PlanConfig: {
         "context": _ONE,
         "batch": _ONE,

@@ -205,6 +205,17 @@ class KdaBenchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParityBenchConfig:
+    """Log-probs of a random policy in our forward and in stock vLLM, on this GPU."""
+
+    policy: str = "1b"  # preset, folder or config.json: its sizes; weights are drawn
+    lengths: tuple[int, ...] = (1024, 4096, 16384, 32704)  # tokens of each prompt
+    sampled: int = 64  # tokens that vLLM samples behind each
+    seed: int = 0
+    output: str | None = None  # folder that gets parity.json and parity.npz
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
     """Sizes of a policy on given GPUs; nothing is loaded or run."""
 

@@ -111,9 +111,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("env", metavar="ENV", help="environment id")
     command.add_argument("--policy", help="checkpoint or run folder; default: the env's expert")
     _add_overrides(command)
-    command = commands.add_parser("bench", help="speed beside that of another tool")
+    command = commands.add_parser("bench", help="figures beside those of another tool")
     command.add_argument(
-        "name", metavar="NAME", help="grpo: an RL step beside TRL's; kda: kernels on a GPU"
+        "name",
+        metavar="NAME",
+        help="grpo: an RL step beside TRL's; kda: kernels on a GPU; parity: log-probs beside "
+        "vLLM's",
     )
     _add_overrides(command)
     command = commands.add_parser("plan", help="sizes of a policy, and what fits on given GPUs")
@@ -193,12 +196,16 @@ def _play(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     from ..configs.load import override_config
-    from ..configs.schema import BenchConfig, KdaBenchConfig
+    from ..configs.schema import BenchConfig, KdaBenchConfig, ParityBenchConfig
 
     if arguments.name == "kda":
         from .bench_kda import bench_kda
 
         return bench_kda(override_config(KdaBenchConfig(), arguments.overrides))
+    if arguments.name == "parity":
+        from .bench_parity import bench_parity
+
+        return bench_parity(override_config(ParityBenchConfig(), arguments.overrides))
     # Not from nothing: rollout and learner have defaults of their own here.
     config = override_config(BenchConfig(), arguments.overrides)
     from .bench import bench

@@ -19,10 +19,10 @@ from ..policy.count import (
     state_sizes,
 )
 from ..policy.records import parse_config, read_config, read_json, read_stage
-from .cluster import GIB
 from .fresh import policy_presets
 from .prepare import find_checkpoint
 
+GIB = 2**30
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 

@@ -22,6 +22,11 @@ SCHEMAS = {
     "play": schema.PlayConfig,
     "plan": schema.PlanConfig,
 }
+BENCHES = {
+    "grpo": schema.BenchConfig,
+    "kda": schema.KdaBenchConfig,
+    "parity": schema.ParityBenchConfig,
+}
 
 
 def commands() -> list[str]:
@@ -47,8 +52,7 @@ def test_commands_are_understood(line: str) -> None:
         if "/" not in arguments.config:  # else a file of the reader's
             assert load_config(SCHEMAS[name], arguments.config, arguments.overrides)
     elif name == "bench":
-        defaults = schema.KdaBenchConfig() if arguments.name == "kda" else schema.BenchConfig()
-        assert override_config(defaults, arguments.overrides)
+        assert override_config(BENCHES[arguments.name](), arguments.overrides)
     elif name != "doctor":
         check_overrides(SCHEMAS[name], arguments.overrides)
 

@@ -11,6 +11,7 @@ from farhorizon.configs.schema import (
     BenchConfig,
     EvalConfig,
     KdaBenchConfig,
+    ParityBenchConfig,
     PlayConfig,
     SftConfig,
     StageConfig,
@@ -21,6 +22,7 @@ ENV = ["env.id=echo-v0"]
 BASE = {
     BenchConfig: [],
     KdaBenchConfig: [],
+    ParityBenchConfig: [],
     EvalConfig: ENV,
     PlayConfig: ENV,
     SftConfig: ["policy=p", "context=8", *ENV],
@@ -98,6 +100,7 @@ def test_defaults_are_within_bounds(schema: type) -> None:
         (SftConfig, "lr=inf", "lr=inf must be finite and above 0"),
         (BenchConfig, "steps=0", "steps=0 must be at least 1"),
         (KdaBenchConfig, "repeats=0", "repeats=0 must be at least 1"),
+        (ParityBenchConfig, "lengths=[9, 1]", "lengths=[9, 1] must be at least 2"),
         (BenchConfig, "rollout.temperature=0", "rollout.temperature=0.0 must be above 0"),
     ],
 )

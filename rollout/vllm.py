@@ -1,0 +1,93 @@
+"""Stock vLLM on a checkpoint folder, in this process: the log-probs and routes that it gives."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..configs.errors import RunFailed, UserError
+
+BATCHED_TOKENS = 8192  # of a prefill step: longer prompts go on from the states of the last one
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One sequence: a prompt and what was sampled behind it.
+
+    ``token_ids`` int64 [T], the first ``prompt`` of them given; ``logprobs`` fp32 [T - 1] of every
+    token but the first; ``routes`` [T - 1, layers, k] of every token but the last, in which layers
+    without experts hold zeros.
+    """
+
+    token_ids: np.ndarray
+    prompt: int
+    logprobs: np.ndarray
+    routes: np.ndarray
+
+
+def serve(
+    folder: str | Path, prompts: Sequence[np.ndarray], sampled: int, seed: int
+) -> list[Served]:
+    """Prefill ``prompts`` and sample ``sampled`` tokens behind each, at temperature 1 in bf16.
+
+    UserError without vLLM, RunFailed if it gives no routes.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine shares this process and GPU
+    try:
+        vllm: Any = importlib.import_module("vllm")
+    except ImportError as error:
+        raise UserError(f"vllm cannot be imported here ({error}); see launch/vllm-env.sh") from None
+    longest = max(map(len, prompts)) + sampled
+    engine = vllm.LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=longest + 1,
+        max_num_seqs=len(prompts),
+        max_num_batched_tokens=BATCHED_TOKENS,
+        gpu_memory_utilization=0.4,
+        enable_prefix_caching=True,  # vLLM gives no routes without it
+        enable_return_routed_experts=True,
+        seed=seed,
+    )
+    params = vllm.SamplingParams(
+        max_tokens=sampled,
+        temperature=1.0,
+        logprobs=0,
+        prompt_logprobs=0,
+        detokenize=False,
+        ignore_eos=True,
+        seed=seed,
+    )
+    asked = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
+    given = engine.generate(asked, params, use_tqdm=False)
+    served = [read_output(output) for output in given]
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    return served
+
+
+def read_output(output: Any) -> Served:
+    """One ``RequestOutput`` of vLLM."""
+    completion = output.outputs[0]
+    prompt, sampled = list(output.prompt_token_ids), list(completion.token_ids)
+    entries = [*output.prompt_logprobs[1:], *completion.logprobs]
+    token_ids = np.array(prompt + sampled)
+    logprobs = [
+        entry[token].logprob for entry, token in zip(entries, token_ids[1:].tolist(), strict=True)
+    ]
+    routes = completion.routed_experts
+    if routes is None or len(routes) != len(token_ids) - 1:
+        found = "none" if routes is None else f"those of {len(routes)}"
+        raise RunFailed(f"vllm: routes of {len(token_ids) - 1} tokens wanted, got {found}")
+    return Served(token_ids, len(prompt), np.array(logprobs, np.float32), np.asarray(routes))
