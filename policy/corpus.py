@@ -84,7 +84,7 @@ def demonstration(
         if max_tokens is not None and len(token_ids) > max_tokens:
             raise EpisodeTooLong(
                 f"env: a demonstration is longer than the context of {max_tokens} tokens; "
-                "shorten the episode through env.kwargs"
+                "set a longer context, or shorten the episode through env.kwargs"
             )
     return Demonstration(np.asarray(token_ids, np.int32), np.asarray(mask, np.bool_))
 
