@@ -88,7 +88,7 @@ def train_ranks(config: SftConfig, parent: str, scratch: str) -> None:
     except ProcessException as error:
         if not failures.empty():
             raise failures.get() from None
-        killed = any(process.exitcode == -signal.SIGKILL for process in ranks.processes)
+        killed = any(p is not None and p.exitcode == -signal.SIGKILL for p in ranks.processes)
         if killed or isinstance(error, ProcessExitedException):
             raise RunFailed(
                 "sft: a rank ended while it worked: it was killed, or ran out of memory"
