@@ -12,12 +12,12 @@ from torch.autograd.function import once_differentiable
 from ..device import launch, on_device_of
 from .triton_conv import conv_backward_kernel, conv_kernel, new_tail_kernel, tail_backward_kernel
 
-# Forward, a tile of tokens and channels is one block of registers, read in 16 bytes a thread.
-TOKENS, CHANNELS, WARPS = 32, 128, 4
-# Backward, every thread walks over the tokens of some channels and keeps a window of them.
-WALK_TOKENS, WALK_CHANNELS, WALK_WARPS = 128, 512, 4
+# Every thread walks over the tokens of a tile with a window of some channels in registers, so that
+# each input is read and unpacked once; the next tokens are on their way into shared memory.
+TOKENS, BACK_TOKENS = 64, 128  # the way back leaves a partial sum for each tile
+CHANNELS, WARPS = 512, 2
+BACK_CHANNELS, BACK_WARPS = 256, 2
 UNROLL, STAGES = 4, 3
-EDGE_CHANNELS, EDGE_WARPS = 512, 4  # of the kernels that do one sequence's tail
 
 Tensor = torch.Tensor
 
@@ -26,8 +26,9 @@ Tensor = torch.Tensor
 class Tiles:
     """Where the tiles of packed sequences lie, on the device.
 
-    ``tiles`` [count, 3]: first token, tokens, sequence. ``programs`` [P + 1]: the first tile of
-    each program that takes about one full tile. ``bounds`` [N + 1] are those of the sequences.
+    ``tiles`` [count, 5]: first token, tokens, tokens of its sequence before it, and from its first
+    on, sequence. ``programs`` [P + 1]: the first tile of each program that takes about one full
+    tile. ``bounds`` [N + 1] are those of the sequences.
     """
 
     tiles: Tensor
@@ -61,7 +62,7 @@ def _tiles(bounds: tuple[int, ...], size: int, device: torch.device) -> Tiles:
     # a tile holds at most ``size`` tokens, so that no number of a program is left out
     share = torch.bincount(start // size)
     programs = torch.cat([share.new_zeros(1), share.cumsum(0)])
-    table = torch.stack([start, tokens, sequence], 1)
+    table = torch.stack([start, tokens, offset, lengths[sequence] - offset, sequence], 1)
     return Tiles(*(t.int().to(device) for t in (table, programs, edges)))
 
 
@@ -86,20 +87,21 @@ class ShortConv(torch.autograd.Function):
             if out.numel():
                 grid = len(table.tiles) * blocks(channels, CHANNELS)
                 launch(conv_kernel)[(grid,)](
-                    *(x, kernel, given, out, table.tiles, table.bounds, channels, x.stride(0)),
+                    *(x, kernel, given, out, table.tiles, channels, x.stride(0)),
                     **flags,
-                    BT=TOKENS,
                     BC=CHANNELS,
+                    UNROLL=UNROLL,
+                    STAGES=STAGES,
                     FAST=x.is_cuda,
                     num_warps=WARPS,
                 )
             if new_tail.numel():
-                grid = len(new_tail) * blocks(channels, EDGE_CHANNELS)
+                grid = len(new_tail) * blocks(channels, CHANNELS)
                 launch(new_tail_kernel)[(grid,)](
                     *(x, given, new_tail, table.bounds, channels, x.stride(0)),
                     **flags,
-                    BC=EDGE_CHANNELS,
-                    num_warps=EDGE_WARPS,
+                    BC=CHANNELS,
+                    num_warps=WARPS,
                 )
         return out, new_tail
 
@@ -131,23 +133,23 @@ def walk_back(
     """Gradients of ``x`` and ``kernel``, the latter from partial sums that are added in order."""
     tokens, channels = x.shape
     width = kernel.shape[1]
-    table = tiles_of(bounds, WALK_TOKENS, x.device)
+    table = tiles_of(bounds, BACK_TOKENS, x.device)
     dx = x.new_empty(tokens, channels)
     count = len(table.programs) - 1
     partial = x.new_empty(count, width, channels, dtype=torch.float32)
     if dx.numel():
-        launch(conv_backward_kernel)[(count * blocks(channels, WALK_CHANNELS),)](
+        launch(conv_backward_kernel)[(count * blocks(channels, BACK_CHANNELS),)](
             *(x, kernel, x if tail is None else tail, d_out),
             *(x if d_new_tail is None else d_new_tail, dx, partial),
-            *(table.tiles, table.programs, table.bounds, channels, x.stride(0), d_out.stride(0)),
+            *(table.tiles, table.programs, channels, x.stride(0), d_out.stride(0)),
             W=width,
-            BC=WALK_CHANNELS,
+            BC=BACK_CHANNELS,
             UNROLL=UNROLL,
             STAGES=STAGES,
             TAIL=tail is not None,
             NEW_TAIL=d_new_tail is not None,
             FAST=x.is_cuda,
-            num_warps=WALK_WARPS,
+            num_warps=BACK_WARPS,
         )
     return dx, partial.sum(0).t().to(kernel.dtype)
 
@@ -163,15 +165,15 @@ def tail_gradient(
     d_tail = torch.empty_like(tail)
     channels = x.shape[1]
     if d_tail.numel():
-        table = tiles_of(bounds, WALK_TOKENS, x.device)
-        launch(tail_backward_kernel)[(len(tail) * blocks(channels, EDGE_CHANNELS),)](
+        table = tiles_of(bounds, BACK_TOKENS, x.device)
+        launch(tail_backward_kernel)[(len(tail) * blocks(channels, CHANNELS),)](
             *(x, kernel, tail, d_out, x if d_new_tail is None else d_new_tail, d_tail),
             *(table.bounds, channels, x.stride(0), d_out.stride(0)),
             W=kernel.shape[1],
-            BC=EDGE_CHANNELS,
+            BC=CHANNELS,
             NEW_TAIL=d_new_tail is not None,
             FAST=x.is_cuda,
-            num_warps=EDGE_WARPS,
+            num_warps=WARPS,
         )
     return d_tail
 

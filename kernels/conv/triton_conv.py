@@ -24,50 +24,81 @@ def silu_slope(p, FAST: tl.constexpr):
 
 
 @triton.jit
+def taps_of(kernel, channel, present, W: tl.constexpr):
+    """The taps of a block of channels, one vector each."""
+    weights = ()
+    for i in tl.static_range(W):
+        weight = tl.load(kernel + channel * W + i, mask=present, other=0.0).to(tl.float32)
+        weights = weights + (weight,)
+    return weights
+
+
+@triton.jit
+def inputs_before(x_row, x_t, tail, channels, age, present, W: tl.constexpr, TAIL: tl.constexpr):
+    """The W - 1 inputs before the token at ``x_row``, the ``age``-th of its sequence, latest last;
+    those before the sequence from its ``tail``."""
+    history = ()
+    for i in tl.static_range(W - 1):
+        back = W - 1 - i
+        value = tl.load(x_row - back * x_t, mask=present & (age >= back), other=0.0).to(tl.float32)
+        if TAIL:
+            early = present & (age < back)
+            before = tl.load(tail + (age + i) * channels, mask=early, other=0.0).to(tl.float32)
+            value = tl.where(age < back, before, value)
+        history = history + (value,)
+    return history
+
+
+@triton.jit
+def convolve(weights, window, W: tl.constexpr):
+    total = weights[0] * window[0]
+    for i in tl.static_range(1, W):
+        total = tl.fma(weights[i], window[i], total)
+    return total
+
+
+@triton.jit
 def conv_kernel(
     x,
     kernel,
     tail,
     out,
     tiles,
-    bounds,
     channels,
     x_t,
     W: tl.constexpr,
-    BT: tl.constexpr,
     BC: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
     TAIL: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """One tile of ``BC`` channels; grid (channel blocks times tiles), channels first."""
+    """Walks over the tokens of a tile; grid (channel blocks times tiles), channels first."""
     blocks = tl.cdiv(channels, BC)
     tile = tl.program_id(0) // blocks
     channel = tl.program_id(0) % blocks * BC + tl.arange(0, BC)
-    start = tl.load(tiles + 3 * tile).to(tl.int64)
-    count = tl.load(tiles + 3 * tile + 1)
-    sequence = tl.load(tiles + 3 * tile + 2).to(tl.int64)
-    age = (start - tl.load(bounds + sequence)).to(tl.int32)  # of the tile's first token
-    row = tl.arange(0, BT)
     present = channel < channels
-    inside = (row < count)[:, None] & present[None, :]
-    x += start * x_t
-    tail += sequence * (W - 1) * channels
-    total = tl.zeros([BT, BC], tl.float32)
-    for i in tl.static_range(W):
-        back = W - 1 - i
-        known = inside & (age + row >= back)[:, None]
-        place = (row - back)[:, None] * x_t + channel[None, :]
-        value = tl.load(x + place, mask=known, other=0.0).to(tl.float32)
-        if TAIL and back > 0:
-            early = inside & (age + row < back)[:, None]
-            behind = (age + row + i)[:, None] * channels + channel[None, :]
-            before = tl.load(tail + behind, mask=early, other=0.0).to(tl.float32)
-            value = tl.where(early, before, value)
-        weight = tl.load(kernel + channel * W + i, mask=present, other=0.0).to(tl.float32)
-        total = tl.fma(tl.broadcast_to(weight[None, :], [BT, BC]), value, total)
-    y = total * sigmoid(total, FAST)
-    place = row[:, None] * channels + channel[None, :]
-    tl.store(out + start * channels + place, y.to(out.dtype.element_ty), mask=inside)
+    start = tl.load(tiles + 5 * tile).to(tl.int64)
+    count = tl.load(tiles + 5 * tile + 1)
+    age = tl.load(tiles + 5 * tile + 2)
+    sequence = tl.load(tiles + 5 * tile + 4).to(tl.int64)
+    x_row = x + start * x_t + channel
+    out_row = out + start * channels + channel
+    edge = tail + sequence * (W - 1) * channels + channel
+    weights = taps_of(kernel, channel, present, W)
+    history = inputs_before(x_row, x_t, edge, channels, age, present, W, TAIL)
+    for t in tl.range(0, count, UNROLL, num_stages=STAGES):
+        inputs = ()
+        for j in tl.static_range(UNROLL):
+            here = present & (t + j < count)
+            inputs = inputs + (tl.load(x_row + (t + j) * x_t, mask=here, other=0.0),)
+        for j in tl.static_range(UNROLL):
+            window = history + (inputs[j].to(tl.float32),)
+            p = convolve(weights, window, W)
+            y = p * sigmoid(p, FAST)
+            here = present & (t + j < count)
+            tl.store(out_row + (t + j) * channels, y.to(out.dtype.element_ty), mask=here)
+            history = window[1:]
 
 
 @triton.jit
@@ -109,10 +140,7 @@ def advance(weights, history, pending, sums, x, d_out, W: tl.constexpr, FAST: tl
     tokens without what this one and later ones add, latest last; ``sums`` the shares of dw.
     """
     window = history + (x,)
-    p = weights[0] * window[0]
-    for i in tl.static_range(1, W):
-        p = tl.fma(weights[i], window[i], p)
-    g = d_out * silu_slope(p, FAST)
+    g = d_out * silu_slope(convolve(weights, window, W), FAST)
     added = ()
     for i in tl.static_range(W):
         added = added + (tl.fma(g, window[i], sums[i]),)
@@ -134,7 +162,6 @@ def conv_backward_kernel(
     d_kernel,
     tiles,
     programs,
-    bounds,
     channels,
     x_t,
     do_t,
@@ -156,32 +183,22 @@ def conv_backward_kernel(
     channel = tl.program_id(0) % blocks * BC + tl.arange(0, BC)
     present = channel < channels
     zero = tl.zeros([BC], tl.float32)
-    weights, sums = (), ()
-    for i in tl.static_range(W):
-        weights = weights + (
-            tl.load(kernel + channel * W + i, mask=present, other=0.0).to(tl.float32),
-        )
+    weights, sums = taps_of(kernel, channel, present, W), ()
+    for _ in tl.static_range(W):
         sums = sums + (zero,)
     for tile in range(tl.load(programs + program), tl.load(programs + program + 1)):
-        start = tl.load(tiles + 3 * tile).to(tl.int64)
-        count = tl.load(tiles + 3 * tile + 1)
-        sequence = tl.load(tiles + 3 * tile + 2).to(tl.int64)
-        age = (start - tl.load(bounds + sequence)).to(tl.int32)
-        left = (tl.load(bounds + sequence + 1) - start).to(tl.int32)
+        start = tl.load(tiles + 5 * tile).to(tl.int64)
+        count = tl.load(tiles + 5 * tile + 1)
+        age = tl.load(tiles + 5 * tile + 2)
+        left = tl.load(tiles + 5 * tile + 3)
+        sequence = tl.load(tiles + 5 * tile + 4).to(tl.int64)
         x_row = x + start * x_t + channel
         do_row = d_out + start * do_t + channel
         dx_row = dx + start * channels + channel
         edge = sequence * (W - 1) * channels + channel
-        history, pending = (), ()
-        for i in tl.static_range(W - 1):
-            back = W - 1 - i
-            known = present & (age >= back)
-            value = tl.load(x_row - back * x_t, mask=known, other=0.0).to(tl.float32)
-            if TAIL:
-                early = present & (age < back)
-                before = tl.load(tail + edge + (age + i) * channels, mask=early, other=0.0)
-                value = tl.where(age < back, before.to(tl.float32), value)
-            history = history + (value,)
+        history = inputs_before(x_row, x_t, tail + edge, channels, age, present, W, TAIL)
+        pending = ()
+        for _ in tl.static_range(W - 1):
             pending = pending + (zero,)
         for t in tl.range(0, count, UNROLL, num_stages=STAGES):
             # tokens past the sequence's end have no gradient and add nothing
@@ -261,18 +278,13 @@ def tail_backward_kernel(
     begin = tl.load(bounds + sequence).to(tl.int64)
     length = tl.load(bounds + sequence + 1).to(tl.int64) - begin
     edge = sequence * (W - 1) * channels + channel
-    weights, history, pending, unused = (), (), (), ()
-    for i in tl.static_range(W):
-        weights = weights + (
-            tl.load(kernel + channel * W + i, mask=present, other=0.0).to(tl.float32),
-        )
-        unused = unused + (tl.zeros([BC], tl.float32),)
+    zero = tl.zeros([BC], tl.float32)
+    weights = taps_of(kernel, channel, present, W)
+    history, pending, unused = (), (), (zero,)
     for i in tl.static_range(W - 1):
-        used = present & (length > 0)
-        history = history + (
-            tl.load(tail + edge + i * channels, mask=used, other=0.0).to(tl.float32),
-        )
-        pending = pending + (tl.zeros([BC], tl.float32),)
+        used = present & (length > 0)  # no token sees it, whatever it holds
+        before = tl.load(tail + edge + i * channels, mask=used, other=0.0).to(tl.float32)
+        history, pending, unused = history + (before,), pending + (zero,), unused + (zero,)
     for j in tl.static_range(W - 1):
         here = present & (j < length)
         value = tl.load(x + (begin + j) * x_t + channel, mask=here, other=0.0).to(tl.float32)

@@ -12,6 +12,7 @@ from .triton_norm import norm_backward_kernel, norm_kernel
 
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 4096, 2048  # of a block of rows
 BACKWARD_BLOCKS = 16  # whose share of the weight's gradient is one partial sum
+STAGES = 3  # blocks on their way into shared memory, and the one at work
 WARPS = 4
 
 
@@ -59,6 +60,7 @@ class GatedNorm(torch.autograd.Function):
                     BV=padded,
                     BR=block,
                     BLOCKS=BACKWARD_BLOCKS,
+                    STAGES=STAGES,
                     FAST=x.is_cuda,
                     num_warps=WARPS,
                 )

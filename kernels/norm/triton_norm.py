@@ -12,7 +12,7 @@ import triton.language as tl
 from ..triton_sigmoid import sigmoid
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
     x,
     gate,
@@ -38,7 +38,7 @@ def norm_kernel(
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_backward_kernel(
     x,
     gate,
@@ -53,6 +53,7 @@ def norm_backward_kernel(
     BV: tl.constexpr,
     BR: tl.constexpr,
     BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """``BLOCKS`` times ``BR`` rows; grid (rows / (BR BLOCKS)). ``d_weight [grid, V]`` takes the
@@ -60,7 +61,7 @@ def norm_backward_kernel(
     column = tl.arange(0, BV)
     scale = tl.load(weight + column, mask=column < V, other=0.0).to(tl.float32)
     total = tl.zeros([BR, BV], tl.float32)
-    for block in range(BLOCKS):
+    for block in tl.range(0, BLOCKS, num_stages=STAGES):
         row = (tl.program_id(0).to(tl.int64) * BLOCKS + block) * BR + tl.arange(0, BR)
         inside = (row < rows)[:, None] & (column < V)[None, :]
         place = row[:, None] * V + column[None, :]

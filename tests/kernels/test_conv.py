@@ -40,9 +40,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-    for name in ("TOKENS", "WALK_TOKENS"):
+    for name in ("TOKENS", "BACK_TOKENS"):
         monkeypatch.setattr(fused, name, 8)
-    for name in ("CHANNELS", "WALK_CHANNELS", "EDGE_CHANNELS"):
+    for name in ("CHANNELS", "BACK_CHANNELS"):
         monkeypatch.setattr(fused, name, 16)
 
 
@@ -269,4 +269,4 @@ def test_programs_share_the_tokens_of_a_pack_of_short_sequences() -> None:
     """24 sequences of one token and one of 20, in tiles of 8: a program for 8 tokens or so."""
     table = fused.tiles_of((*range(25), 44), 8, torch.device("cpu"))
     assert table.programs.tolist() == [0, 8, 16, 24, 25, 26, 27]
-    assert table.tiles[-3:].tolist() == [[24, 8, 24], [32, 8, 24], [40, 4, 24]]
+    assert table.tiles[-3:].tolist() == [[24, 8, 0, 20, 24], [32, 8, 8, 12, 24], [40, 4, 16, 4, 24]]

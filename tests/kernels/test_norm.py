@@ -50,7 +50,7 @@ def test_results_and_gradients_are_those_of_the_definition(shape: tuple[int, ...
     wide, twin = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
     own = [x.float().to(DEVICE).requires_grad_() for x in inputs]
     expected = by_definition(*wide)
-    again, found = naive_gated_norm(*twin, EPS), fused.gated_norm_fused(*own, EPS)
+    again, found = naive_gated_norm(*twin, eps=EPS), fused.gated_norm_fused(*own, eps=EPS)
     weight = torch.randn_like(expected)
     for out in (expected, again, found):
         out.backward(weight.to(out))
