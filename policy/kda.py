@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from ..kernels.conv import short_conv
 from ..kernels.kda import chunk_kda, recurrent_kda
-from ..kernels.precision import as_given, widen
+from ..kernels.norm import gated_norm
+from ..kernels.precision import as_given
 from .config import PolicyConfig
 from .packing import Packing
 from .state import KdaState
@@ -32,9 +33,7 @@ class HeadNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        wide = widen(x)
-        normed = F.rms_norm(wide, x.shape[-1:], self.weight.to(wide.dtype), self.eps)
-        return (normed * torch.sigmoid(widen(gate))).to(x.dtype)
+        return gated_norm(x, gate, self.weight, self.eps)
 
 
 class KimiDeltaAttention(nn.Module):
@@ -86,13 +85,12 @@ class KimiDeltaAttention(nn.Module):
         """``x [T, D]`` normed input -> ``[T, D]``; continues and updates ``state`` in place."""
         tokens = len(x)
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        kernel = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])[
-            :, 0
-        ].to(qkv.dtype)
-        mixed, tail = short_conv(qkv, kernel, packing, None if state is None else state.conv)
+        kernel = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+        before = None if state is None else state.conv
+        mixed, tail = short_conv(qkv, kernel[:, 0], packing.bounds, before)
         single = state is not None and packing.longest == 1
         shape = (tokens, 1) if single else (1, tokens)
-        q, k, v = F.silu(mixed).view(*shape, 3, self.num_heads, self.head_dim).unbind(2)
+        q, k, v = mixed.view(*shape, 3, self.num_heads, self.head_dim).unbind(2)
         z = self.f_b_proj(self.f_a_proj(x)).view(*shape, self.num_heads, self.head_dim)
         beta = self.b_proj(x).view(*shape, self.num_heads)
         bounds = None if single else torch.tensor(packing.bounds)
@@ -121,38 +119,3 @@ class KimiDeltaAttention(nn.Module):
             out.view(tokens, self.num_heads, -1), gate.view(tokens, self.num_heads, -1)
         )
         return self.o_proj(normed.flatten(1))
-
-
-def short_conv(
-    x: torch.Tensor, kernel: torch.Tensor, packing: Packing, tail: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal depthwise convolution of each sequence on its own.
-
-    ``x [T, C]``, ``kernel [C, W]``, ``tail [N, W - 1, C]`` the inputs before ``x`` (None: zeros).
-    Returns ``[T, C]`` and the new tail.
-    """
-    count, history = packing.num_sequences, kernel.shape[1] - 1
-    if tail is None:
-        tail = x.new_zeros(count, history, x.shape[1])
-    if packing.uniform:
-        window = torch.cat([tail.to(x.dtype), packing.pad(x)], 1)  # [N, W - 1 + L, C]
-        length = packing.longest
-        out = window[:, :length] * kernel[:, 0]
-        for i in range(1, history + 1):
-            out = torch.addcmul(out, window[:, i : i + length], kernel[:, i])
-        return out.flatten(0, 1), window[:, length:]
-    place = torch.arange(len(x), device=x.device) + history * (packing.row + 1)
-    before = torch.arange(count * history, device=x.device)
-    starts = torch.tensor(packing.bounds[:-1], device=x.device)
-    before = before + starts.repeat_interleave(history)
-    window = x.new_zeros(len(x) + count * history, x.shape[1])
-    window = window.index_copy(0, place, x).index_copy(0, before, tail.to(x.dtype).flatten(0, 1))
-    length = len(window) - history
-    out = window[:length] * kernel[:, 0]
-    for i in range(1, history + 1):
-        out = torch.addcmul(out, window[i : i + length], kernel[:, i])
-    ends = torch.tensor(packing.bounds[1:], device=x.device) + history * torch.arange(
-        count, device=x.device
-    )
-    last = ends[:, None] + torch.arange(history, device=x.device)
-    return out.index_select(0, place - history), window[last]

@@ -1,0 +1,47 @@
+"""Causal depthwise short convolution and SiLU over packed sequences."""
+
+from __future__ import annotations
+
+import torch
+
+from ..device import takes_kernels
+from .naive import naive_short_conv
+
+__all__ = ["naive_short_conv", "short_conv"]
+
+
+def short_conv(
+    x: torch.Tensor, kernel: torch.Tensor, bounds: tuple[int, ...], tail: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """SiLU of the causal convolution of each sequence and channel on its own.
+
+    ``x [T, C]`` holds N sequences, which start and end at ``bounds`` and may be empty; ``kernel
+    [C, W]``, its last column for the token itself; ``tail [N, W - 1, C]`` the inputs before ``x``
+    (None: zeros). Returns ``[T, C]`` and the new tail, in x's dtype. Differentiable in ``x``,
+    ``kernel`` and ``tail``. ValueError names a shape or ``bounds`` that does not fit.
+
+    On a GPU 16-bit inputs run in Triton kernels with fp32 sums and the kernel's own precision, and
+    only once differentiable; everything else runs in plain torch, in x's dtype.
+    """
+    _check(x, kernel, bounds, tail)
+    if takes_kernels(x):
+        from .fused import short_conv_fused
+
+        return short_conv_fused(x, kernel, bounds, tail)
+    return naive_short_conv(x, kernel, bounds, tail)
+
+
+def _check(
+    x: torch.Tensor, kernel: torch.Tensor, bounds: tuple[int, ...], tail: torch.Tensor | None
+) -> None:
+    if x.dim() != 2 or kernel.dim() != 2 or kernel.shape[0] != x.shape[1]:
+        raise ValueError(
+            f"kernel must be [C, W] for x [T, C], got {list(kernel.shape)} for {list(x.shape)}"
+        )
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != x.shape[0]:
+        raise ValueError(
+            f"bounds must run from 0 to the {x.shape[0]} tokens, got {list(bounds[:8])}"
+        )
+    wanted = (len(bounds) - 1, kernel.shape[1] - 1, x.shape[1])
+    if tail is not None and tail.shape != wanted:
+        raise ValueError(f"tail must be {list(wanted)}, got {list(tail.shape)}")

@@ -1,0 +1,32 @@
+"""RMSNorm of a head times a sigmoid gate."""
+
+from __future__ import annotations
+
+import torch
+
+from ..device import takes_kernels
+from .naive import naive_gated_norm
+
+__all__ = ["gated_norm", "naive_gated_norm"]
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """``x rsqrt(mean(x^2) + eps) weight sigmoid(gate)`` over the last dimension, in fp32 or wider.
+
+    ``x`` and ``gate [..., V]``, ``weight [V]``, ``eps`` above 0; the result has x's dtype.
+    Differentiable in all three. ValueError names a shape that does not fit.
+
+    On a GPU a 16-bit ``x`` runs in Triton kernels, only once differentiable; everything else runs
+    in plain torch.
+    """
+    if gate.shape != x.shape:
+        raise ValueError(f"gate must be {list(x.shape)} as x, got {list(gate.shape)}")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must be {list(x.shape[-1:])}, got {list(weight.shape)}")
+    if takes_kernels(x):
+        from .fused import gated_norm_fused
+
+        return gated_norm_fused(x, gate, weight, eps)
+    return naive_gated_norm(x, gate, weight, eps)

@@ -1,0 +1,82 @@
+"""The gated head norm on the GPU: autograd around its two kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..device import launch, on_device_of
+from .triton_norm import norm_backward_kernel, norm_kernel
+
+FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 4096, 2048  # of a block of rows
+BACKWARD_BLOCKS = 16  # whose share of the weight's gradient is one partial sum
+STAGES = 3  # blocks on their way into shared memory, and the one at work
+WARPS = 4
+
+
+class GatedNorm(torch.autograd.Function):
+    """``x, gate [R, V]`` contiguous, ``weight [V]``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, gate, weight)
+        ctx.eps = eps
+        out = torch.empty_like(x)
+        rows, width = x.shape
+        block, padded = block_rows(width, FORWARD_ELEMENTS)
+        grid = -(-rows // block)
+        if grid:
+            with on_device_of(x):
+                launch(norm_kernel)[(grid,)](
+                    *(x, gate, weight, out, rows, eps),
+                    V=width,
+                    BV=padded,
+                    BR=block,
+                    FAST=x.is_cuda,
+                    num_warps=WARPS,
+                )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, d_out: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        x, gate, weight = ctx.saved_tensors
+        rows, width = x.shape
+        block, padded = block_rows(width, BACKWARD_ELEMENTS)
+        grid = -(-rows // (block * BACKWARD_BLOCKS))
+        dx, d_gate = torch.empty_like(x), torch.empty_like(gate)
+        partial = x.new_empty(grid, width, dtype=torch.float32)
+        if grid:
+            with on_device_of(x):
+                launch(norm_backward_kernel)[(grid,)](
+                    *(x, gate, weight, d_out.contiguous(), dx, d_gate, partial, rows, ctx.eps),
+                    V=width,
+                    BV=padded,
+                    BR=block,
+                    BLOCKS=BACKWARD_BLOCKS,
+                    STAGES=STAGES,
+                    FAST=x.is_cuda,
+                    num_warps=WARPS,
+                )
+        return dx, d_gate, partial.sum(0).to(weight.dtype), None
+
+
+def block_rows(width: int, elements: int) -> tuple[int, int]:
+    """Rows of a block of about ``elements``, and the power of two that ``width`` is padded to."""
+    padded = 1 << (width - 1).bit_length()
+    return max(1, elements // padded), padded
+
+
+def gated_norm_fused(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """`farhorizon.kernels.norm.gated_norm` on the GPU, with fp32 sums."""
+    width = x.shape[-1]
+    rows = [t.contiguous().view(-1, width) for t in (x, gate)]
+    return GatedNorm.apply(*rows, weight.contiguous(), eps).view(x.shape)
