@@ -44,10 +44,10 @@ def test_a_second_process_is_kept_out_until_the_first_has_gone(tmp_path: Path) -
 class Late(PosixPath):
     """A folder that another user makes and enters just before this one would."""
 
-    def mkdir(self, *arguments: int, **keywords: bool) -> None:
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
         if self.name == "run" and not self.exists():
             FIRST.enter_context(sole_user(Path(self)))
-        super().mkdir(*arguments, **keywords)
+        super().mkdir(mode, parents, exist_ok)
 
 
 FIRST = ExitStack()
