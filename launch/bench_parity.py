@@ -66,10 +66,12 @@ def bench_parity(config: ParityBenchConfig) -> int:
     """Print the figures and write them to ``output``; returns 0. RunFailed if one is out of
     bounds."""
     check_bounds(config)
+    if not config.lengths:
+        raise UserError("lengths: name at least one length of a prompt")
     if not torch.cuda.is_available():
         raise UserError("bench parity needs a GPU, and torch sees none")
     if config.output is not None:
-        check_writable(Path(config.output).absolute().parent)
+        check_writable(Path(config.output).absolute())
     device: Any = torch.device("cuda")  # transformers types `to` as taking no argument
     policy_config, _ = read_policy(config.policy)
     policy_config.max_position_embeddings = max(config.lengths) + config.sampled + 1

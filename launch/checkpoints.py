@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def save(run: Path, state: RunState, write: Callable[[Path], None], keep: int) -
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint; from the first moment on it no longer counts as complete."""
-    (folder / "run.json").unlink(missing_ok=True)
+    with suppress(OSError):
+        (folder / "run.json").unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 

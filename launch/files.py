@@ -44,7 +44,7 @@ def sole_user(output: Path, *, replaced: bool = False) -> Iterator[None]:
         try:
             yield
         finally:
-            if made and locked:
+            if made and (locked or replaced):
                 with suppress(OSError):  # not empty, as it should be
                     folder.rmdir()
     finally:

@@ -20,11 +20,11 @@ from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
 from ..configs.bounds import check_bounds
 from ..configs.errors import RunFailed, UserError
-from ..configs.load import dump_config, load_config
+from ..configs.load import dump_config
 from ..configs.schema import SftConfig
 from ..envs.expert import expert_messages
 from ..envs.registry import resolve_plugins, tasks
-from ..policy.checkpoint import check_replaceable, load_checkpoint, save_checkpoint
+from ..policy.checkpoint import load_checkpoint, save_checkpoint
 from ..policy.corpus import (
     Demonstration,
     demonstration,
@@ -36,6 +36,7 @@ from ..policy.tokenizer import ChatFormat, load_tokenizer, tokenizer_sha256
 from ..rl.sft import SftStep, join_processes, train_on_demonstrations
 from .files import json_line, sole_user
 from .fresh import expert_env
+from .interrupt import uninterrupted
 from .prepare import check_writable, find_checkpoint
 
 LINE_SECONDS = 5.0
@@ -159,9 +160,10 @@ def _train(rank: int, config: SftConfig, parent: str, scratch: str) -> None:
             "metrics.jsonl": "".join(json_line(asdict(step)) for step in progress.steps),
             "config.yaml": dump_config(config),
         }
-        save_checkpoint(
-            output, start.policy, start.policy.config, start.tokenizer, record, notes=notes
-        )
+        with uninterrupted("writing the checkpoint"):
+            save_checkpoint(
+                output, start.policy, start.policy.config, start.tokenizer, record, notes=notes
+            )
         print(f"sft: {tokens} tokens; checkpoint {output}", flush=True)
     if config.ranks > 1:
         torch.distributed.destroy_process_group()
@@ -198,17 +200,12 @@ def _check(config: SftConfig, parent: Path, output: Path) -> None:
 
 
 def _check_output(parent: Path, output: Path) -> None:
-    """UserError unless the place is free, or holds what another warm-up left."""
+    """UserError unless the place is free: a warm-up leaves nothing before it is done."""
     if parent.is_relative_to(output.resolve()):
         raise UserError(f"output {output}: holds the policy to start from; choose another output")
-    check_replaceable(output)
-    if (output / "config.json").exists():
-        try:
-            load_config(SftConfig, str(output / "config.yaml"), [])
-        except UserError:
-            raise UserError(
-                f"output {output}: is a checkpoint that sft did not make; choose another output"
-            ) from None
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        found = "holds a checkpoint" if (output / "config.json").exists() else "is not empty"
+        raise UserError(f"output {output}: {found}; choose another output, or remove it")
 
 
 def _check_devices(config: SftConfig) -> None:

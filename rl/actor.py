@@ -106,8 +106,8 @@ class LearnerActor:
 class LearnerGroup:
     """All ranks of a run's learner, used from the driver.
 
-    Raises the user's mistakes (checkpoint, repeated infinite gradients) as they were raised in
-    the actor, without Ray's wrapping. The first failure ends all ranks: the others would wait
+    Raises the user's mistakes and failures that a line says all about as they were raised in the
+    actor, without Ray's wrapping. The first failure ends all ranks: the others would wait
     for it in a collective. ``vision`` trains the policy's vision tower too.
     """
 

@@ -256,25 +256,25 @@ def test_the_start_is_never_overwritten(parent: Path, tmp_path: Path) -> None:
     shutil.copytree(parent, run, dirs_exist_ok=True)  # as a stage run leaves it
     with pytest.raises(UserError, match=f"^output {run}: holds the policy to start from"):
         run_sft(settings(start, run))
-    with pytest.raises(UserError, match=f"^output {run}: holds stages of a run"):
-        run_sft(settings(parent, run))
     load_checkpoint(start)
 
 
-def test_only_what_a_warm_up_left_is_replaced(parent: Path, tmp_path: Path) -> None:
+def test_nothing_is_ever_replaced(parent: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    shutil.copytree(parent, output)
+    output.mkdir()  # empty: as good as free
     config = settings(parent, output, steps=1)
-    for text in (None, "stages: []\n"):
-        if text is not None:
-            (output / "config.yaml").write_text(text)
-        with pytest.raises(UserError, match=f"^output {output}: is a checkpoint that sft did not"):
-            run_sft(config)
-        assert load_checkpoint(output).stage.tokens_seen == 1000
-    (output / "config.yaml").write_text(dump_config(config))
     run_sft(config)
     assert load_checkpoint(output).stage.tokens_seen > 1000
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    before = (output / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match=f"^output {output}: holds a checkpoint; choose another"):
+        run_sft(replace(config, steps=2))
+    assert (output / "model.safetensors").read_bytes() == before
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").touch()
+    with pytest.raises(UserError, match=f"^output {other}: is not empty; choose another"):
+        run_sft(settings(parent, other))
 
 
 def test_one_warm_up_at_a_time_works_on_an_output(parent: Path, tmp_path: Path) -> None:
