@@ -119,7 +119,15 @@ def recurrent_kda(
     lower_bound: float | None = -5.0,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`chunk_kda` step by step, all sequences of a batch at once: the decode form."""
+    """`chunk_kda` step by step, all sequences of a batch at once: the decode form.
+
+    The state that is given is never written.
+
+    On a GPU one token a sequence runs in one Triton kernel, in fp32 arithmetic, if the state is
+    given in fp32, nothing is fp64, ``lower_bound`` is a number and head sizes are 16, 32, 64 or
+    128. That kernel is for inference: a call that autograd follows, like everything else, runs in
+    plain torch, with the same result but for rounding.
+    """
     batch, length, heads, width = q.shape
     if cu_seqlens is not None or initial_state is None:
         return naive_kda(
@@ -139,6 +147,24 @@ def recurrent_kda(
             lower_bound=lower_bound,
             cu_seqlens=cu_seqlens,
         )
+    if v.is_cuda and lower_bound:
+        from .step import recurrent_step, takes_step
+
+        inputs = (q, k, v, g, beta)
+        parameters = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+        if takes_step(inputs, parameters, initial_state):
+            check_inputs(*inputs, A_log, dt_bias, use_gate_in_kernel, lower_bound)
+            check_state(initial_state, batch, q, v)
+            return recurrent_step(
+                inputs,
+                parameters,
+                initial_state,
+                final=output_final_state,
+                scale=width**-0.5 if scale is None else scale,
+                bound=lower_bound,
+                norm=use_qk_l2norm_in_kernel,
+                sigmoid=use_beta_sigmoid_in_kernel,
+            )
     qw, kw, vw, gw, bw = prepare(
         q,
         k,
