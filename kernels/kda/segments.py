@@ -3,8 +3,8 @@
 Over a stretch of tokens the state changes from S to A S + B. A is what the state pass makes of the
 identity without values, B what it makes of a zero state: both for all stretches at once. Then the
 states at the cuts follow one from another in a few small products, and the stretches run side by
-side. Backward, dS before a stretch is A^T dS + B' in the same way. Where the cuts lie depends on
-the number of heads and on the sequence alone, never on what it is packed with.
+side. Backward, dS before a stretch is A^T dS + B' in the same way. The cuts lie at fixed distances
+from the sequence's start, whatever follows and whatever it is packed with: neither changes a bit.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def segments(
 ) -> Segments | None:
     """How to cut the sequences between ``bounds``; None where none is long enough."""
     longest = max(end - start for start, end in pairwise(bounds))
-    if heads > MOST_HEADS or longest < 2 * SPLIT_TOKENS:
+    if heads > MOST_HEADS or longest <= SPLIT_TOKENS:
         return None
     return _segments(bounds, size, SPLIT_TOKENS, device)
 
@@ -81,10 +81,9 @@ def _segments(bounds: tuple[int, ...], size: int, span: int, device: torch.devic
     chunk = 0
     for start, end in pairwise(bounds):
         length = end - start
-        step = span if length >= 2 * span else max(length, 1)
         here = [
-            (len(rows) + i, chunk + cut // size, start + cut, min(step, length - cut))
-            for i, cut in enumerate(range(0, max(length, 1), step))
+            (len(rows) + i, chunk + cut // size, start + cut, min(span, length - cut))
+            for i, cut in enumerate(range(0, max(length, 1), span))
         ]
         lines.append(range(len(rows), len(rows) + len(here)))
         rows += here

@@ -153,6 +153,9 @@ def test_long_sequences_of_few_heads_are_cut_in_time(monkeypatch: pytest.MonkeyP
     for index in (0, *range(2, 7)):
         assert torch.equal(alone[index], cut[index][tokens])
     assert torch.equal(alone[1], cut[1][2:3]) and torch.equal(alone[9], cut[9][2:3])
+    first = [x[40:140] for x in inputs[:5]] + inputs[5:7] + [inputs[7][2:3]]
+    prefix, _ = run(first, choose((0, 100)))
+    assert torch.equal(prefix, cut[0][40:140])  # what follows moves no cut
 
 
 def test_constant_decay_at_the_bound_has_an_exact_gradient() -> None:
