@@ -93,6 +93,8 @@ class Message:
             raise ValueError(f"a {self.role} message has no type")
         if self.name and self.role == "tool":
             raise ValueError("a tool message has no name")
+        if not all(isinstance(image, Image) for image in self.images):
+            raise TypeError("images of a message are made by shown or Image, not bare arrays")
         if self.images and self.role == "assistant":
             raise ValueError("an assistant message has no images")
         if self.images and self.content.count(IMAGE_PLACEHOLDER) != len(self.images):

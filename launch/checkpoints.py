@@ -52,7 +52,11 @@ def save(run: Path, state: RunState, write: Callable[[Path], None], keep: int) -
     for stale in (partial, final):
         shutil.rmtree(stale, ignore_errors=True)
     root.mkdir(parents=True, exist_ok=True)
-    write(partial)
+    try:
+        write(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk wants its space back
+        raise
     record = {**asdict(state), "files": _files(partial)}
     (partial / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     partial.rename(final)

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 from ..configs.errors import RunFailed, UnknownArgument, UserError, last_line
 from .interrupt import exit_code, heed_sigterm
@@ -156,8 +157,11 @@ def _sft(arguments: argparse.Namespace) -> int:
     try:
         run_sft(config)
     except KeyboardInterrupt:
-        again = shlex.join(["farhorizon", "sft", arguments.config, *arguments.overrides])
-        print(f"sft: interrupted, nothing is saved; what begins again: {again}")
+        if (Path(config.output) / "config.json").exists():  # it was being written: now it is whole
+            print(f"sft: interrupted, but done; checkpoint {config.output}")
+        else:
+            again = shlex.join(["farhorizon", "sft", arguments.config, *arguments.overrides])
+            print(f"sft: interrupted, nothing is saved; what begins again: {again}")
         raise
     return 0
 

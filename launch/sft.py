@@ -41,12 +41,13 @@ from .prepare import check_writable, find_checkpoint
 
 LINE_SECONDS = 5.0
 DATA_FILE = "demonstrations.npz"
+MOST_NAME_BYTES = 240  # a name beside it has 255
 PR_SET_PDEATHSIG = 1  # of Linux: the signal to get when the parent process ends
 
 
 def run_sft(config: SftConfig) -> Path:
     """Train, and write the checkpoint folder ``config.output``; returns it."""
-    output = Path(config.output).absolute()
+    output = Path(config.output).resolve()  # its lock lies beside it, whatever name leads there
     parent = find_checkpoint(config.policy).resolve()
     config = replace(
         config, policy=str(parent), output=str(output), env=resolve_plugins(config.env)
@@ -101,8 +102,8 @@ def train_ranks(config: SftConfig, parent: str, scratch: str) -> None:
 
 def _end(processes: Sequence[Any]) -> None:
     """End what still runs: a Ctrl-C has reached the ranks too, but a signal to this process alone
-    has not. SIGINT first, on which they tidy up."""
-    for patience, stop in ((2.0, signal.SIGINT), (5.0, signal.SIGTERM)):
+    has not. SIGINT first, on which they tidy up or write what they have begun to write."""
+    for patience, stop in ((2.0, signal.SIGINT), (60.0, signal.SIGTERM)):
         deadline = time.monotonic() + patience
         for process in processes:
             process.join(max(deadline - time.monotonic(), 0))
@@ -203,6 +204,10 @@ def _check_output(parent: Path, output: Path) -> None:
     """UserError unless the place is free: a warm-up leaves nothing before it is done."""
     if parent.is_relative_to(output.resolve()):
         raise UserError(f"output {output}: holds the policy to start from; choose another output")
+    if output.is_mount():
+        raise UserError(f"output {output}: is a mount point; name a folder in it")
+    if len(os.fsencode(output.name)) > MOST_NAME_BYTES:
+        raise UserError(f"output {output}: its name is too long; choose another output")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         found = "holds a checkpoint" if (output / "config.json").exists() else "is not empty"
         raise UserError(f"output {output}: {found}; choose another output, or remove it")

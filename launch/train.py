@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -146,7 +147,8 @@ def _loop(job: Job) -> Evaluation | None:
                     with display.phase("sync"):
                         job.pool.sync(job.learner.publish())
             finally:  # weights that cannot be sent are saved all the same
-                _record(job, groups, stats, update, tokens, len(groups) - len(kept))
+                with _writing(run.folder):
+                    _record(job, groups, stats, update, tokens, len(groups) - len(kept))
         last = run.step == config.steps
         if last or (config.save_every and run.step % config.save_every == 0):
             with uninterrupted("finishing the checkpoint, then stopping"):
@@ -237,6 +239,15 @@ def _way_on(job: Job) -> None:
     display.line(f"checkpoint  {found.folder if found else 'none is complete yet'}")
     again = "resume " if found else "restart"
     display.line(f"{again}     {resume_line(run.folder, run.config.steps)}")
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """What cannot be written ends a run, in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(f"{folder}: cannot be written ({error.strerror})") from None
 
 
 def _record(

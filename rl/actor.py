@@ -6,7 +6,8 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ class LearnerActor:
         engine = self.learner.engine
         state = engine.gathered_state()
         if self.rank == 0:
-            save_checkpoint(folder, state, self.policy_config, self.tokenizer, stage)
+            with _written(folder):
+                save_checkpoint(folder, state, self.policy_config, self.tokenizer, stage)
         else:
             for _ in state:
                 pass
@@ -91,7 +93,8 @@ class LearnerActor:
 
     def save(self, folder: str) -> None:
         """Write what `load` needs to continue bit for bit."""
-        resume.save(self.learner, Path(folder))
+        with _written(folder):
+            resume.save(self.learner, Path(folder))
 
     def load(self, folder: str) -> int:
         """Continue from a saved state; returns the version."""
@@ -101,6 +104,15 @@ class LearnerActor:
     def close(self) -> None:
         """Leave the process group, so that no rank reports the others' end as a failure."""
         leave()
+
+
+@contextmanager
+def _written(folder: str) -> Iterator[None]:
+    """A full or failing disk as one line."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(f"{folder}: cannot be written: {last_line(error)}") from None
 
 
 class LearnerGroup:

@@ -106,7 +106,10 @@ class _Shards:
     def flush(self) -> None:
         if self.tensors:
             path = self.folder / f"learner-{len(self.files):05d}.safetensors"
-            save_file(self.tensors, path)
+            try:
+                save_file(self.tensors, path)
+            except SafetensorError as error:  # of the file system, as text
+                raise OSError(str(error)) from None
             self.files[path.name] = path.stat().st_size
             self.tensors, self.nbytes = {}, 0
 

@@ -275,6 +275,14 @@ def test_nothing_is_ever_replaced(parent: Path, tmp_path: Path) -> None:
     (other / "notes.txt").touch()
     with pytest.raises(UserError, match=f"^output {other}: is not empty; choose another"):
         run_sft(settings(parent, other))
+    with pytest.raises(UserError, match=r"^output /proc: is a mount point"):
+        run_sft(settings(parent, Path("/proc")))
+    with pytest.raises(UserError, match="its name is too long"):
+        run_sft(settings(parent, tmp_path / ("x" * 245)))
+    link = tmp_path / "link"
+    link.symlink_to(output)
+    with pytest.raises(UserError, match=f"^output {output}: holds a checkpoint"):
+        run_sft(settings(parent, link))
 
 
 def test_one_warm_up_at_a_time_works_on_an_output(parent: Path, tmp_path: Path) -> None:

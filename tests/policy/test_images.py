@@ -231,3 +231,9 @@ def test_who_cannot_show_images_says_so() -> None:
         ChatFormat(brief, images=K3)
     with pytest.raises(UserError, match="the brief chat format has no images"):
         ChatFormat(brief).render(message)
+
+
+def test_bare_arrays_are_no_images() -> None:
+    array = np.zeros((4, 4, 3), np.uint8)
+    with pytest.raises(TypeError, match="made by shown or Image, not bare arrays"):
+        Message("user", IMAGE_PLACEHOLDER, images=(array,))  # type: ignore[arg-type]
