@@ -60,6 +60,11 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "clip_low": _POSITIVE,
         "clip_high": _POSITIVE,
         "dual_clip": _Range(1, open=True),
+        "tau": _ANY,
+        "length": _ONE,
+        "entropy": _ANY,
+        "correction_low": _ANY,
+        "correction_high": _POSITIVE,
     },
     schema.LearnerConfig: {
         "ranks": _ONE,

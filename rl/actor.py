@@ -24,7 +24,7 @@ from ..policy.records import StageRecord
 from ..policy.weights import Publication
 from ..rollout.types import Group
 from . import batch, losses, resume
-from .algorithms import LossFunction, make_algorithm
+from .algorithms import LossFunction, Objective, make_algorithm
 from .engine import join, leave
 from .learner import Learner
 from .publish import publish
@@ -62,9 +62,9 @@ class LearnerActor:
         policy = loaded.policy.to(torch.device(device))  # type: ignore[arg-type] - Module.to
         self.learner = Learner(policy, self.config, temperature)
 
-    def update(self, steps: Sequence[Share], loss: LossFunction) -> UpdateResult:
+    def update(self, steps: Sequence[Share], loss: LossFunction, decoupled: bool) -> UpdateResult:
         """Optimizer steps on this rank's shares."""
-        return self.learner.update(steps, loss)
+        return self.learner.update(steps, loss, decoupled)
 
     def evaluate(self, share: Share) -> float:
         """Mean negative log-likelihood over all ranks."""
@@ -151,7 +151,10 @@ class LearnerGroup:
         metrics["staleness_max"] = self.version - stats.oldest_version
         steps = batch.deal(kept, self.config.minibatches)
         return self._update(
-            [self._shares(samples) for samples in steps], self.algorithm.loss, metrics
+            [self._shares(samples) for samples in steps],
+            self.algorithm.loss,
+            metrics,
+            self.algorithm.decoupled,
         )
 
     def update_nll(self, sequences: Sequence[np.ndarray]) -> UpdateResult:
@@ -163,7 +166,8 @@ class LearnerGroup:
         if not samples:
             raise UserError("text: no sequence of a batch has a second token; give more text")
         shares = self._shares(samples)
-        return self._update([shares], losses.nll, {"trained_tokens": shares[0].denominator})
+        tokens: dict[str, float] = {"trained_tokens": shares[0].denominator}
+        return self._update([shares], Objective(losses.nll), tokens)
 
     def evaluate_nll(self, sequences: Sequence[np.ndarray]) -> float:
         """Mean negative log-likelihood per token, in nats; changes nothing."""
@@ -198,9 +202,14 @@ class LearnerGroup:
         self._kill()
 
     def _update(
-        self, steps: Sequence[list[Share]], loss: LossFunction, metrics: dict[str, float]
+        self,
+        steps: Sequence[list[Share]],
+        loss: LossFunction,
+        metrics: dict[str, float],
+        decoupled: bool = False,
     ) -> UpdateResult:
-        own = [([shares[rank] for shares in steps], loss) for rank in range(self.config.ranks)]
+        ranks = range(self.config.ranks)
+        own = [([shares[rank] for shares in steps], loss, decoupled) for rank in ranks]
         result: UpdateResult = self._each("update", own)[0]
         self.version = result.version
         return UpdateResult(

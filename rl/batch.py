@@ -115,12 +115,14 @@ def shares(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> li
     """
     bins = _bins(samples, ranks, micro_batch_tokens)
     bins.sort(key=lambda members: -sum(len(s) for s in members))
-    denominator = sum(int(s.loss_mask.sum()) for s in samples)
+    trained = [int(s.loss_mask.sum()) for s in samples]
+    denominator, sequences = max(sum(trained), 1), max(sum(map(bool, trained)), 1)
     rows = [bins[first : first + ranks] for first in range(0, len(bins), ranks)]
     # Every other row backwards, so that no rank always gets the fullest batch of its row.
     rows = [row if number % 2 == 0 else row[::-1] for number, row in enumerate(rows)]
     return [
-        Share(tuple(_pack(row[rank]) for row in rows), max(denominator, 1)) for rank in range(ranks)
+        Share(tuple(_pack(row[rank]) for row in rows), denominator, sequences)
+        for rank in range(ranks)
     ]
 
 

@@ -40,10 +40,13 @@ class Learner:
                 "latent attention; leave it out"
             )
 
-    def update(self, steps: Sequence[Share], loss: LossFunction) -> UpdateResult:
+    def update(
+        self, steps: Sequence[Share], loss: LossFunction, decoupled: bool = False
+    ) -> UpdateResult:
         """One optimizer step per share of this rank; metrics are means over the applied steps, or
         over all where none was, and largest values if their name ends so. ``log_ratio_first`` is
-        that of the first step, before any of them changed the weights.
+        that of the first step, before any of them changed the weights. A ``decoupled`` loss gets
+        the log-probs of the policy before the first step as well.
 
         A step whose gradient is not finite changes nothing: weights, moments, learning rate
         schedule, thresholds and version stay. RunFailed after ``max_skipped_steps`` of them in
@@ -51,8 +54,10 @@ class Learner:
         """
         metrics: list[dict[str, float]] = []
         bad_tensor: str | None = None
-        for share in steps:
-            values, bad = self._optimizer_step(share, loss)
+        # With a single step the forward that learns gives them itself.
+        before = [self._before(share) if decoupled and len(steps) > 1 else None for share in steps]
+        for share, proximal in zip(steps, before, strict=True):
+            values, bad = self._optimizer_step(share, loss, proximal)
             metrics.append(values)
             bad_tensor = bad_tensor or bad
         applied = [values for values in metrics if values["skipped_steps"] == 0]
@@ -88,8 +93,13 @@ class Learner:
         self.engine.all_reduce([total])
         return float(total) / share.denominator
 
+    def _before(self, share: Share) -> list[Tensor]:
+        """Log-probs of the trained tokens of each micro-batch, uncounted and without gradient."""
+        with torch.no_grad():
+            return [self._logprobs(batch, last=False)[0] for batch in share.micro_batches]
+
     def _optimizer_step(
-        self, share: Share, loss: LossFunction
+        self, share: Share, loss: LossFunction, proximal: list[Tensor] | None
     ) -> tuple[dict[str, float], str | None]:
         outputs = []
         for number, batch in enumerate(share.micro_batches):
@@ -100,7 +110,8 @@ class Learner:
                     if self.config.qk_clip is not None:
                         counting.enter_context(watched_logits(self.engine.policy))
                 logprobs, entropy = self._logprobs(batch, last)
-            output = self._loss(batch, logprobs, entropy, loss, share.denominator)
+            old = None if proximal is None else proximal[number]
+            output = self._loss(batch, logprobs, entropy, loss, share, old)
             self.engine.backward(output.loss)
             outputs.append(output)
         metrics = self._reduced(outputs)
@@ -163,7 +174,8 @@ class Learner:
         logprobs: Tensor,
         entropy: Tensor,
         loss: LossFunction,
-        denominator: int,
+        share: Share,
+        proximal: Tensor | None,
     ) -> LossOutput:
         """The objective on the trained tokens alone, with the entropy among its metrics."""
         positions = _positions(batch)
@@ -174,9 +186,12 @@ class Learner:
             self._tensor(batch.advantages[positions]),
             mask,
             sequence_ids=self._tensor(batch.sequence_ids[positions]),
-            denominator=denominator,
+            denominator=share.denominator,
+            sequences=share.sequences,
+            entropy=entropy,
+            proximal_logprobs=proximal,
         )
-        spread = torch.where(mask, entropy.detach(), 0.0).sum() / denominator
+        spread = torch.where(mask, entropy.detach(), 0.0).sum() / share.denominator
         return LossOutput(output.loss, {**output.metrics, "entropy": spread}, output.maxima)
 
     def _reduced(self, outputs: Sequence[LossOutput]) -> dict[str, float]:

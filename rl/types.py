@@ -65,11 +65,12 @@ class Share:
     """What one rank does in one optimizer step.
 
     Every rank holds equally many ``micro_batches``; ``denominator`` is the number of trained
-    tokens of the step over all ranks.
+    tokens of the step over all ranks, ``sequences`` that of sequences with any, both at least 1.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     denominator: int
+    sequences: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,13 @@ from farhorizon.rollout.sync import WeightReceiver
 RANK, RANKS, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 LOSS = make_algorithm(AlgorithmConfig()).loss
 PACKED, SINGLE = 1000, 1  # micro_batch_tokens: all in one, or one sequence each
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gspo": {"name": "gspo", "clip_low": 0.1, "clip_high": 0.2, "entropy": 0.1},
+    "dr_grpo": {"name": "dr_grpo", "length": 10},
+    "k15": {"name": "k15", "tau": 0.3},
+    "masked": {"correction": "sequence_mask", "correction_high": 1.2},
+    "truncated": {"name": "reinforce", "correction": "token_truncate", "correction_high": 1.1},
+}
 
 
 def samples(step: int, vocab: int = 11) -> list[Sample]:
@@ -370,6 +377,7 @@ def seen(out: dict[str, Any]) -> None:
             blind = Share(
                 tuple(replace(b, images=()) for b in own_share.micro_batches),
                 own_share.denominator,
+                own_share.sequences,
             )
             results[-1] = {**results[-1], "nll": own.evaluate(own_share)}
             results[-1]["blind"] = own.evaluate(blind)
@@ -464,6 +472,19 @@ def with_muon(out: dict[str, Any]) -> None:
         out["no-latent-attention"] = str(error)
 
 
+def algorithms(out: dict[str, Any]) -> None:
+    """Losses that look at whole sequences, at the policy before the steps, and at entropy."""
+    for name, changes in ALGORITHMS.items():
+        made = make_algorithm(AlgorithmConfig(**changes))  # type: ignore[arg-type]
+        for stage in (0, 3):
+            for tokens in (PACKED, SINGLE):
+                own = learner(FakePolicy(), stage, eps=1e-3)
+                steps = [share(step, tokens) for step in range(2)]
+                key = f"{name}-{stage}-{tokens}"
+                out[key] = own.update(steps, made.loss, made.decoupled).metrics
+                keep(key, state(own))
+
+
 SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     layouts,
     accumulated,
@@ -477,6 +498,7 @@ SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     seen,
     valued,
     with_muon,
+    algorithms,
 ]
 
 
