@@ -23,13 +23,13 @@ from .errors import UserError
 
 PRESETS = Path(__file__).parent
 
-# Plain numbers of YAML 1.1 that are not what they look like: 010 is octal, 1:30 of base 60.
+# Plain texts that YAML 1.1 may read as numbers: 010 as octal, 1:30 in base 60 (but not 09:30).
 _ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 _CONTENT_TOKENS = (
     *(yaml.ValueToken, yaml.ScalarToken),
     *(yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken),
 )
-_PATHS = ("output", "policy")  # settings where ~ is the home folder, which no shell puts there
+_PATHS = ("output", "policy")  # settings where ~ is the home folder, which few shells put there
 
 _PLURAL = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts"}
 
@@ -158,8 +158,8 @@ def _parse(text: str, where: str) -> Data:
 
 
 def _refuse_odd_number(token: yaml.ScalarToken, where: str) -> None:
-    if _ODD_NUMBER.fullmatch(token.value):
-        read = yaml.safe_load(token.value)
+    read = yaml.safe_load(token.value) if _ODD_NUMBER.fullmatch(token.value) else ""
+    if not isinstance(read, str):
         shell = f""", in a shell as "'{token.value}'\"""" if "on the command line" in where else ""
         raise UserError(
             f"{token.value} {where}, line {token.start_mark.line + 1}: YAML reads it as {read}; "

@@ -193,18 +193,13 @@ def _play(job: Job) -> Evaluation | None:
 def _stop(job: Job, stop: KeyboardInterrupt) -> None:
     """Save an interrupted run, unless its step was given up unfinished; say how to go on."""
     run, display = job.run, job.display
-    folder: Path | None = None
-    try:
-        if not isinstance(stop, GivenUp):
-            with uninterrupted("saving, then stopping"):
-                folder = _save(job)
-    except KeyboardInterrupt:  # once more: before, while or after it was saved
-        pass
+    given_up = isinstance(stop, GivenUp)
+    folder, why = (None, "") if given_up else _last_save(job, "saving, then stopping")
     if folder is not None:
         display.line(f"interrupted after step {run.step}, saved {folder}")
         display.line(f"resume      {resume_line(run.folder, run.config.steps)}")
     else:
-        display.line(f"stopped at once after step {run.step}, not saved")
+        display.line(f"stopped at once after step {run.step}, not saved{why}")
         _way_on(job)
 
 
@@ -212,20 +207,27 @@ def _rescue(job: Job) -> None:
     """Save the finished steps of a failing run, as far as that can be done; say how to go on."""
     run, display = job.run, job.display
     if run.step > 0:
-        folder: Path | None = None
-        text = "interrupted"
-        try:  # what comes up here matters less than the failure that is being handled
-            if not job.learner.actors:
-                raise RunFailed("the learner has ended, and with it the weights")
-            with uninterrupted("saving the finished steps"):
-                folder = _save(job)
-        except KeyboardInterrupt:
-            pass
-        except Exception as error:
-            text = next(iter(str(error).splitlines()), type(error).__name__)
-        outcome = f"saved {folder}" if folder else f"not saved: {text}"
+        folder, why = _last_save(job, "saving the finished steps")
+        outcome = f"saved {folder}" if folder else f"not saved{why or ': interrupted'}"
         display.line(f"failed after step {run.step}, {outcome}")
     _way_on(job)
+
+
+def _last_save(job: Job, title: str) -> tuple[Path | None, str]:
+    """Save a run that ends here: its checkpoint, or None and why there is none (nothing where it
+    was interrupted again). What goes wrong matters less than what the run ends for."""
+    folder: Path | None = None
+    why = ""
+    try:
+        if not job.learner.actors:
+            raise RunFailed("the learner has ended, and with it the weights")
+        with uninterrupted(title):
+            folder = _save(job)
+    except KeyboardInterrupt:  # before, while or after it was saved
+        pass
+    except Exception as error:
+        why = ": " + next(iter(str(error).splitlines()), type(error).__name__)
+    return folder, why
 
 
 def _way_on(job: Job) -> None:

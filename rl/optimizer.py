@@ -21,7 +21,7 @@ MUON_MOMENTS = ("momentum_buffer",)
 # Matrices whose output goes through a sigmoid: write strength, decay and output of attention, and
 # the router. Decay would pull them towards half open gates and equal scores.
 _GATES = ("b_proj", "f_a_proj", "f_b_proj", "g_proj", "g_a_proj", "g_b_proj", "gate")
-_EMBEDDINGS = ("embed_tokens",)
+_EMBEDDINGS = ("embed_tokens", "pos_emb")
 
 
 def is_vector(parameter: Tensor) -> bool:

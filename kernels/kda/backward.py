@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .descriptors import is_hopper, launch, rows_of, shared, shared_blocks
+from ..device import launch
+from .descriptors import is_hopper, rows_of, shared, shared_blocks
 from .forward import SCAN_REGISTERS, VALUE_BLOCK
 from .gluon_grad import grad_hopper_kernel
 from .gluon_scan_backward import scan_backward_hopper_kernel
@@ -135,8 +136,22 @@ def gradients(
     )
     d_rate = q.new_empty(heads, count, width // piece, dtype=torch.float32)
     d_bias = q.new_empty(heads, count, width, dtype=torch.float32)
-    modes = {"NORM": options.norm, "GATE": options.gate, "SIGMOID": options.sigmoid}
     table = tables(options.bounds, size, q.device).chunks
+    common = (
+        *(prepared.beta, prepared.q_norm, prepared.k_norm),
+        *(dq, dk, dv, dg, d_beta, d_rate, d_bias),
+        *(options.scale, options.bound, count, heads),
+    )
+    constants = {
+        "K": width,
+        "V": v.shape[2],
+        "C": size,
+        "PIECE": piece,
+        "ANCHOR": options.anchor,
+        "NORM": options.norm,
+        "GATE": options.gate,
+        "SIGMOID": options.sigmoid,
+    }
     narrow = all(x.dtype == torch.bfloat16 for x in (q, k, v, g, d_out))
     if width == v.shape[2] == 128 and size == 32 and is_hopper(q.device) and narrow:
         u, z, states, d_states = chunk_values
@@ -148,62 +163,23 @@ def gradients(
             *(shared(x.view(-1, width), x.shape[2], piece) for x in (states, d_states)),
             *parameters,
             table,
-            prepared.beta,
-            prepared.q_norm,
-            prepared.k_norm,
-            dq,
-            dk,
-            dv,
-            dg,
-            d_beta,
-            d_rate,
-            d_bias,
-            options.scale,
-            options.bound,
-            count,
-            heads,
+            *common,
             *(x.stride(1) for x in (q, k, g, v, d_out)),
-            K=width,
-            V=v.shape[2],
-            C=size,
-            PIECE=piece,
-            ANCHOR=options.anchor,
-            **modes,
+            **constants,
             num_warps=4,
         )
     else:
         launch(grad_kernel)[(count, heads, width // piece)](
-            q,
-            k,
-            v,
-            g,
+            *inputs[:4],
             out,
             *parameters,
             table,
             d_out,
             *chunk_values,
-            prepared.beta,
-            prepared.q_norm,
-            prepared.k_norm,
-            dq,
-            dk,
-            dv,
-            dg,
-            d_beta,
-            d_rate,
-            d_bias,
-            options.scale,
-            options.bound,
-            count,
-            heads,
+            *common,
             *(x.stride(0) for x in (q, k, v, g, d_out)),
             *(x.stride(1) for x in (q, k, v, g, d_out)),
-            K=width,
-            V=v.shape[2],
-            C=size,
-            PIECE=piece,
-            ANCHOR=options.anchor,
-            **modes,
+            **constants,
             FAST=prepared.kt.dtype != torch.float32,
             num_warps=GRAD_WARPS,
         )

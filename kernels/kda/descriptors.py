@@ -1,4 +1,4 @@
-"""How the kernels of chunked KDA are launched, and the tensors that they copy in blocks.
+"""Which kernels of chunked KDA run, and the tensors that they copy in blocks.
 
 The configurations are fixed, nothing is tuned at run time: the same inputs take the same kernels in
 the same order on every machine of a kind. On Hopper the passes run in Gluon.
@@ -14,11 +14,6 @@ from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, floa
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
 
 from .tables import Prepared
-
-
-def launch(kernel: Any) -> Any:
-    """The kernel as what takes a grid: its own signature does not show warps and constants."""
-    return kernel
 
 
 @lru_cache

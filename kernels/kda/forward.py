@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from .descriptors import is_hopper, launch, rows_of, shared, shared_blocks
+from ..device import launch
+from .descriptors import is_hopper, rows_of, shared, shared_blocks
 from .gluon_prep import prep_hopper_kernel
 from .gluon_scan import scan_hopper_kernel
 from .segments import segments
@@ -146,7 +147,16 @@ def prepare_chunks(
     q, k, _, g, beta = inputs
     heads, count, size, width = out.kt.shape
     table = tables(options.bounds, size, q.device).chunks
-    modes = {"NORM": options.norm, "GATE": options.gate, "SIGMOID": options.sigmoid}
+    rows = (out.decay, out.beta, out.q_norm, out.k_norm)
+    numbers = (options.scale, options.bound, chunks.start, count)
+    constants = {
+        "K": width,
+        "C": size,
+        "ANCHOR": options.anchor,
+        "NORM": options.norm,
+        "GATE": options.gate,
+        "SIGMOID": options.sigmoid,
+    }
     narrow = all(x.dtype == torch.bfloat16 for x in (q, k, g))
     if width == 128 and size == 32 and options.norm and is_hopper(q.device) and narrow:
         launch(prep_hopper_kernel)[(len(chunks), heads)](
@@ -156,20 +166,11 @@ def prepare_chunks(
             beta,
             *parameters,
             table,
-            out.decay,
-            out.beta,
-            out.q_norm,
-            out.k_norm,
-            options.scale,
-            options.bound,
-            chunks.start,
-            count,
+            *rows,
+            *numbers,
             *(x.stride(1) for x in (q, k, g)),
             *beta.stride(),
-            K=width,
-            C=size,
-            ANCHOR=options.anchor,
-            **modes,
+            **constants,
             num_warps=4,
             maxnreg=PREP_REGISTERS,
         )
@@ -182,26 +183,12 @@ def prepare_chunks(
         beta,
         *parameters,
         table,
-        out.kt,
-        out.qt,
-        out.kh,
-        out.inv,
-        out.att,
-        out.decay,
-        out.beta,
-        out.q_norm,
-        out.k_norm,
-        options.scale,
-        options.bound,
-        chunks.start,
-        count,
+        *out,
+        *numbers,
         *(x.stride(0) for x in (q, k, g, beta)),
         *(x.stride(1) for x in (q, k, g, beta)),
-        K=width,
-        C=size,
         PIECE=min(width, 64),
-        ANCHOR=options.anchor,
-        **modes,
+        **constants,
         PRECISION="ieee" if wide else PREP_PRECISION,
         num_warps=2,
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..device import on_device_of
 from .backward import gradients, scan_backward
 from .forward import forward as run_forward
 from .tables import Options, Prepared
@@ -74,11 +74,6 @@ class ChunkKda(torch.autograd.Function):
         if dt_bias is not None and d_dt_bias is not None:
             d_dt_bias = d_dt_bias.to(dt_bias.dtype)
         return *most, d_a_log, d_dt_bias, d_initial, None, None, None
-
-
-def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device: make that the one of ``x``."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def rows_aligned(x: torch.Tensor) -> torch.Tensor:

@@ -54,17 +54,20 @@ def copy_chunks(
     count,
     STAGES: gl.constexpr,
     BACKWARD: gl.constexpr,
+    DRIVEN: gl.constexpr,
+    OUT: gl.constexpr,
 ):
-    """Fill the stages in turn with the tiles of each chunk; ``BACKWARD``: last chunk first."""
+    """Fill the stages in turn with the tiles of each chunk; ``BACKWARD``: last chunk first. The
+    values only where ``DRIVEN``, what only outputs need where ``OUT``."""
     kt_desc, qt_desc, kh_desc, inv_desc, att_desc, decay_desc, beta_desc, v_desc = descs
     kt, qt, kh, inv, att, decay, beta, v = buffers
     C: gl.constexpr = kt_desc.block_type.shape[0]
     TILES: gl.constexpr = (
-        3 * kt_desc.block_type.nbytes
-        + 2 * inv_desc.block_type.nbytes
+        (3 if OUT else 2) * kt_desc.block_type.nbytes
+        + (2 if OUT else 1) * inv_desc.block_type.nbytes
         + decay_desc.block_type.nbytes
         + beta_desc.block_type.nbytes
-        + v_desc.block_type.nbytes
+        + (v_desc.block_type.nbytes if DRIVEN else 0)
     )
     for i in range(count):
         stage = i % STAGES
@@ -76,12 +79,15 @@ def copy_chunks(
             chunk = count - 1 - i
         row = (first + chunk) * C
         tma.async_copy_global_to_shared(kt_desc, [row, 0], bar, kt.index(stage))
-        tma.async_copy_global_to_shared(v_desc, [token + chunk * C, column], bar, v.index(stage))
+        if DRIVEN:
+            place = [token + chunk * C, column]
+            tma.async_copy_global_to_shared(v_desc, place, bar, v.index(stage))
         tma.async_copy_global_to_shared(beta_desc, [first + chunk, 0], bar, beta.index(stage))
         tma.async_copy_global_to_shared(inv_desc, [row, 0], bar, inv.index(stage))
         tma.async_copy_global_to_shared(decay_desc, [first + chunk, 0], bar, decay.index(stage))
-        tma.async_copy_global_to_shared(qt_desc, [row, 0], bar, qt.index(stage))
-        tma.async_copy_global_to_shared(att_desc, [row, 0], bar, att.index(stage))
+        if OUT:
+            tma.async_copy_global_to_shared(qt_desc, [row, 0], bar, qt.index(stage))
+            tma.async_copy_global_to_shared(att_desc, [row, 0], bar, att.index(stage))
         tma.async_copy_global_to_shared(kh_desc, [row, 0], bar, kh.index(stage))
 
 
@@ -293,6 +299,8 @@ def scan_hopper_kernel(
                     count,
                     STAGES,
                     False,
+                    DRIVEN,
+                    OUT,
                 ),
             ),
         ],

@@ -185,6 +185,8 @@ def scan_backward_hopper_kernel(
                     count,
                     STAGES,
                     True,
+                    True,
+                    True,
                 ),
             ),
         ],

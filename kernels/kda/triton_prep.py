@@ -13,16 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def open_share(x, FAST: tl.constexpr):
-    """Sigmoid; ``FAST`` takes the hardware's reciprocal (1 ulp), which the interpreter lacks."""
-    below = 1.0 + tl.exp2(x * -1.4426950408889634)
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return 1.0 / below
+from ..triton_sigmoid import sigmoid
 
 
 @triton.jit
@@ -31,7 +22,7 @@ def gate_log2(z, a_log, bias, bound, GATE: tl.constexpr, FAST: tl.constexpr):
     a given decay outside [bound, 0] becomes NaN, so that it cannot pass unseen."""
     if GATE:
         wide = tl.exp(a_log) * (z + bias)
-        return bound * open_share(wide, FAST) * 1.4426950408889634
+        return bound * sigmoid(wide, FAST) * 1.4426950408889634
     inside = (z <= 0) & (z >= bound * 1.004)  # the bound itself, rounded to bf16, may lie below
     return tl.where(inside, z * 1.4426950408889634, float("nan"))
 

@@ -14,6 +14,7 @@ from farhorizon.configs.load import (
     dump_config,
     load_config,
     override_config,
+    parse_config,
 )
 from farhorizon.configs.schema import (
     EnvConfig,
@@ -126,6 +127,13 @@ def test_numbers_that_yaml_reads_as_others_are_refused(
     with pytest.raises(UserError) as caught:
         load_config(TrainConfig, source, [])
     assert str(caught.value).endswith(f": YAML reads it as {read}; write {read}, or quote it")
+
+
+@pytest.mark.parametrize("text", ["0:30", "09:30", "08:00", "09:30:00", "010", "1:30", "~", "a #b"])
+def test_every_text_survives_the_file_it_is_written_to(text: str) -> None:
+    config = load_config(TrainConfig, None, BASE)
+    config = replace(config, env=replace(config.env, kwargs={"start": text}))
+    assert parse_config(TrainConfig, dump_config(config), "in run.json") == config
 
 
 @pytest.mark.parametrize("text", ["10", "0", "1_000", "0x10", "'010'"])

@@ -402,6 +402,25 @@ def test_a_step_that_is_given_up_is_not_saved(
     ]
 
 
+def test_a_stop_that_cannot_save_leaves_a_way_on(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A signal to the whole group ends the ranks as well; a disk may be full."""
+    job = start(Pool(), save_every=1)
+    train._play(job)
+    found = newest(job.run.folder)
+    assert found is not None
+    learner: Any = job.learner
+    learner.actors = []
+    train._stop(job, KeyboardInterrupt())
+    why = "the learner has ended, and with it the weights"
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        f"stopped at once after step {job.run.step}, not saved: {why}",
+        f"checkpoint  {found.folder}",
+        f"resume      farhorizon train {job.run.folder}/config.yaml steps=3",
+    ]
+
+
 @pytest.mark.parametrize("presses", [1, 3])
 def test_ctrl_c_while_a_failing_run_is_saved_hides_no_failure(
     start: Start, capsys: pytest.CaptureFixture[str], presses: int

@@ -190,6 +190,7 @@ def test_decay_spares_gates_norms_vectors_and_embeddings() -> None:
         *(f"block_sparse_moe.routed_expert_{x}_proj.weight" for x in ("up", "down")),
         "lm_head.weight",
     }
+    assert not decays("vision_tower.patch_embed.pos_emb.weight", torch.zeros(4, 4, 8))
     spared = leaves(policy, lambda n, p: not decays(n, p))
     assert {"self_attn.A_log", "self_attn.dt_bias", "self_attn.b_proj.weight"} <= spared
     assert {"self_attn.g_proj.weight", "block_sparse_moe.gate.weight"} <= spared
