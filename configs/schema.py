@@ -37,6 +37,7 @@ class AlgorithmConfig:
     """Objective: advantages and loss; None is the algorithm's own value (docs/algorithms.md)."""
 
     name: Literal[
+        "ppo",
         "grpo",
         "dr_grpo",
         "dapo",
@@ -54,6 +55,10 @@ class AlgorithmConfig:
     clip_low: float | None = None  # ratios from 1 - clip_low
     clip_high: float | None = None  # to 1 + clip_high
     dual_clip: float | None = None  # bound on the loss of negative advantages, > 1
+    gamma: float | None = None  # of ppo: discount per token
+    lam: float | None = None  # of ppo: 0 trusts the critic, 1 the rewards
+    value_coefficient: float | None = None  # of ppo: weight of the critic's loss
+    value_clip: float | None = None  # of ppo: how far a value may move in an update
     tau: float | None = None  # strength of the pull towards the policy that sampled
     aggregation: Literal["token", "sequence", "constant"] | None = None  # which mean the loss is
     length: int | None = None  # tokens that aggregation=constant divides by, 1024 by itself

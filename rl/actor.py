@@ -21,10 +21,12 @@ from ..configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from ..policy.checkpoint import load_checkpoint, save_checkpoint
 from ..policy.config import PolicyConfig
 from ..policy.records import StageRecord
+from ..policy.value import ValueHead
 from ..policy.weights import Publication
 from ..rollout.types import Group
 from . import batch, losses, resume
 from .algorithms import LossFunction, Objective, make_algorithm
+from .critic import Critic
 from .engine import join, leave
 from .learner import Learner
 from .publish import publish
@@ -51,20 +53,30 @@ class LearnerActor:
             return address, probe.getsockname()[1]
 
     def start(
-        self, checkpoint: str, rendezvous: str, temperature: float, vision: bool = False
+        self,
+        checkpoint: str,
+        rendezvous: str,
+        temperature: float,
+        vision: bool = False,
+        critic: bool = False,
     ) -> None:
-        """Join the other ranks and build the learner around the policy of ``checkpoint``."""
+        """Join the other ranks and build the learner around the policy of ``checkpoint``, which
+        gets a value head for a ``critic`` if it has none."""
         device = "cuda" if self.config.gpus > 0 else "cpu"
         join(self.rank, self.config.ranks, rendezvous, device)
         loaded = load_checkpoint(checkpoint, vision=vision)
         self.tokenizer: PreTrainedTokenizerFast = loaded.tokenizer
         self.policy_config: PolicyConfig = loaded.policy.config
+        if critic and loaded.policy.v_head is None:
+            loaded.policy.v_head = ValueHead(self.policy_config.hidden_size)
         policy = loaded.policy.to(torch.device(device))  # type: ignore[arg-type] - Module.to
         self.learner = Learner(policy, self.config, temperature)
 
-    def update(self, steps: Sequence[Share], loss: LossFunction, decoupled: bool) -> UpdateResult:
+    def update(
+        self, steps: Sequence[Share], loss: LossFunction, decoupled: bool, critic: Critic | None
+    ) -> UpdateResult:
         """Optimizer steps on this rank's shares."""
-        return self.learner.update(steps, loss, decoupled)
+        return self.learner.update(steps, loss, decoupled, critic)
 
     def evaluate(self, share: Share) -> float:
         """Mean negative log-likelihood over all ranks."""
@@ -128,7 +140,8 @@ class LearnerGroup:
         actor: Any = ray.remote(num_cpus=ACTOR_CPUS, num_gpus=config.gpus)(LearnerActor)
         self.actors: list[Any] = [actor.remote(config, r, seed) for r in range(config.ranks)]
         rendezvous = self._rendezvous()
-        start = (checkpoint, rendezvous, temperature, vision)
+        critic = self.algorithm.critic is not None
+        start = (checkpoint, rendezvous, temperature, vision, critic)
         self._starting = [a.start.remote(*start) for a in self.actors]
 
     def ready(self) -> None:
@@ -155,6 +168,7 @@ class LearnerGroup:
             self.algorithm.loss,
             metrics,
             self.algorithm.decoupled,
+            self.algorithm.critic,
         )
 
     def update_nll(self, sequences: Sequence[np.ndarray]) -> UpdateResult:
@@ -207,9 +221,10 @@ class LearnerGroup:
         loss: LossFunction,
         metrics: dict[str, float],
         decoupled: bool = False,
+        critic: Critic | None = None,
     ) -> UpdateResult:
         ranks = range(self.config.ranks)
-        own = [([shares[rank] for shares in steps], loss, decoupled) for rank in ranks]
+        own = [([shares[rank] for shares in steps], loss, decoupled, critic) for rank in ranks]
         result: UpdateResult = self._each("update", own)[0]
         self.version = result.version
         return UpdateResult(

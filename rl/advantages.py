@@ -115,9 +115,14 @@ def _one_group(rewards: Tensor, scale: str, baseline: str) -> Tensor:
     return advantages
 
 
+def equal(low: Tensor, high: Tensor) -> bool:
+    """Whether values from ``low`` to ``high`` (scalars) count as equal."""
+    largest = max(abs(float(low)), abs(float(high)))
+    return float(high - low) <= max(EQUAL_WITHIN * largest, RESIDUE)
+
+
 def _equal(rewards: Tensor) -> bool:
-    largest = float(rewards.abs().max())
-    return float(rewards.max() - rewards.min()) <= max(EQUAL_WITHIN * largest, RESIDUE)
+    return equal(rewards.min(), rewards.max())
 
 
 def gae(

@@ -14,6 +14,7 @@ from ..configs.errors import UserError
 from ..configs.schema import AlgorithmConfig
 from . import advantages, corrections, losses, penalties
 from .aggregation import Aggregation, token_weights
+from .critic import Critic
 from .types import LossOutput
 
 AdvantageFunction = Callable[[Tensor, Tensor], Tensor]  # rewards [N], group ids [N] -> [N]
@@ -86,21 +87,22 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """An advantage over groups of rewards and a loss over tokens.
+    """An advantage over groups of rewards, or a critic instead, and a loss over tokens.
 
     ``decoupled`` says that the loss wants the log-probs of the policy before the update.
     """
 
-    advantages: AdvantageFunction
+    advantages: AdvantageFunction | None
     loss: LossFunction
     decoupled: bool = False
+    critic: Critic | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What a name stands for; ``settings`` are those it has, with its own values for them."""
 
-    advantages: Callable[..., Tensor]
+    advantages: Callable[..., Tensor] | None  # None: those of a critic
     loss: LossFunction
     settings: Mapping[str, Any]
     aggregation: Aggregation = "token"
@@ -111,6 +113,7 @@ class Recipe:
         not go with it or with each other."""
         own = self._settings(config)
         advantage = {key: own.pop(key) for key in GROUP if key in own}
+        critic = {key: own.pop(key) for key in CRITIC if key in own}
         aggregation = config.aggregation or self.aggregation
         if config.length is not None and aggregation != "constant":
             raise UserError(
@@ -119,7 +122,7 @@ class Recipe:
             )
         correction = self._correction(config)
         return Algorithm(
-            partial(self.advantages, **advantage),
+            None if self.advantages is None else partial(self.advantages, **advantage),
             Objective(
                 partial(self.loss, **own),
                 correction,
@@ -128,11 +131,12 @@ class Recipe:
                 config.entropy,
             ),
             decoupled=correction is not None,
+            critic=Critic(**critic) if critic else None,
         )
 
     def _settings(self, config: AlgorithmConfig) -> dict[str, Any]:
         own = dict(self.settings)
-        for key in (*GROUP, *CLIP, "tau"):
+        for key in (*GROUP, *CLIP, *CRITIC, "tau"):
             value = getattr(config, key)
             if value is not None and key not in own:
                 having = ", ".join(n for n, made in ALGORITHMS.items() if key in made.settings)
@@ -172,6 +176,9 @@ class Recipe:
 LENGTH = 1024  # tokens that the mean over a constant divides by, unless the config says otherwise
 GROUP: dict[str, Any] = {"scale": "std", "baseline": "mean"}
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+CRITIC: dict[str, Any] = {
+    **{"gamma": 1.0, "lam": 0.95, "value_coefficient": 0.1, "value_clip": 0.2},
+}
 WINDOW: dict[str, Any] = {"clip_low": 0.5, "clip_high": 1.0, "tau": 0.01}
 
 relative = advantages.group_relative
@@ -181,6 +188,7 @@ over_batch = advantages.batch_normalised
 centred = partial(over_batch, baseline="mean")
 
 ALGORITHMS: dict[str, Recipe] = {
+    "ppo": Recipe(None, losses.ppo_clip, CLIP | CRITIC),
     "grpo": Recipe(relative, losses.grpo, GROUP | CLIP),
     "dr_grpo": Recipe(unscaled, losses.dr_grpo, CLIP, "constant"),
     "dapo": Recipe(relative, losses.dapo, GROUP | CLIP | {"clip_high": 0.28}),

@@ -14,14 +14,21 @@ from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import override_config
 from farhorizon.configs.schema import AlgorithmConfig
 from farhorizon.rl.advantages import group_relative
-from farhorizon.rl.algorithms import ALGORITHMS, CLIP, GROUP, make_algorithm
+from farhorizon.rl.algorithms import ALGORITHMS, CLIP, CRITIC, GROUP, make_algorithm
 from farhorizon.rl.corrections import CORRECTIONS
+from farhorizon.rl.critic import Critic, judge, with_values
+from farhorizon.rl.types import LossOutput
+
+from .test_critic import packed
 
 HINTS = get_type_hints(AlgorithmConfig)
 SETTINGS = [name for name in HINTS if name != "name"]
 
 
-NUMBERS = {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.5, "tau": 0.3, "entropy": 0.1}
+NUMBERS = {
+    **{"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.5, "tau": 0.3, "entropy": 0.1},
+    **{"gamma": 0.9, "lam": 0.5, "value_coefficient": 0.3, "value_clip": 0.05},
+}
 NEEDS = {
     "length": ["aggregation=constant"],
     "correction_low": ["correction=icepop"],
@@ -42,7 +49,9 @@ def outcome(config: AlgorithmConfig) -> list[float]:
     """Advantages, loss and gradient on rewards and ratios of every kind."""
     algorithm = make_algorithm(config)
     rewards = torch.tensor([1.0, 0.0, 0.3, 0.3])
-    advantages = algorithm.advantages(rewards, torch.tensor([0, 0, 0, 1]))
+    advantages = torch.zeros(0)
+    if algorithm.advantages is not None:
+        advantages = algorithm.advantages(rewards, torch.tensor([0, 0, 0, 1]))
     logprobs = torch.tensor([0.3, 0.85, 1.0, 1.15, 3.0]).repeat(2).log().requires_grad_()
     entropy = logprobs.exp()
     loss = algorithm.loss(
@@ -55,7 +64,19 @@ def outcome(config: AlgorithmConfig) -> list[float]:
         entropy=entropy,
     ).loss
     (gradient,) = torch.autograd.grad(loss, logprobs)
-    return [*advantages.tolist(), loss.item(), *gradient.tolist()]
+    seen = [*advantages.tolist(), loss.item(), *gradient.tolist()]
+    return seen if algorithm.critic is None else seen + criticised(algorithm.critic)
+
+
+def criticised(critic: Critic) -> list[float]:
+    """Advantages, loss and gradient of a critic whose values have moved."""
+    values = torch.tensor([0.5, 1.0, 1.0, 2.0, 3.0])
+    judged = judge(packed(), values, torch.tensor([9.0, 8.0]), critic)
+    now = (values + torch.tensor([0.3, -0.1, 0.1, -0.3, 0.0])).requires_grad_()
+    none = LossOutput(torch.zeros(()), {})
+    loss = with_values(none, critic, now, judged, torch.ones(5, dtype=torch.bool), 5).loss
+    (gradient,) = torch.autograd.grad(loss, now)
+    return [*judged.advantages.tolist(), loss.item(), *gradient.tolist()]
 
 
 def test_what_a_config_may_name_is_what_there_is() -> None:
@@ -68,6 +89,7 @@ def test_the_default_is_grpo_as_it_always_was() -> None:
     random = torch.Generator().manual_seed(0)
     behavior, noise, advantages = torch.randn(3, 50, generator=random)
     rewards, groups = torch.rand(50, generator=random), torch.arange(50) // 8
+    assert algorithm.advantages is not None and algorithm.critic is None
     assert torch.equal(algorithm.advantages(rewards, groups), group_relative(rewards, groups))
     logprobs = (behavior + 0.3 * noise).requires_grad_()
     mask = torch.rand(50, generator=random) < 0.8
@@ -109,7 +131,7 @@ def test_every_setting_has_an_effect_or_is_refused(name: str, setting: str) -> N
     assert others(setting)
     for value in others(setting):
         changed = allowed(name, *needs, f"{setting}={value}")
-        refused = setting in (*GROUP, *CLIP, "tau") and setting not in own.settings
+        refused = setting in (*GROUP, *CLIP, *CRITIC, "tau") and setting not in own.settings
         refused |= setting == "correction" and own.pulled
         assert (changed is None) == refused, value
         if changed is not None:
@@ -129,7 +151,7 @@ def test_every_setting_has_an_effect_or_is_refused(name: str, setting: str) -> N
         (
             ["name=cispo", "dual_clip=3"],
             "algorithm.dual_clip=3.0 would have no effect with algorithm.name=cispo: leave it out, "
-            "or choose one of grpo, dr_grpo, dapo, reinforce_pp, reinforce_pp_baseline",
+            "or choose one of ppo, grpo, dr_grpo, dapo, reinforce_pp, reinforce_pp_baseline",
         ),
     ],
 )

@@ -222,7 +222,7 @@ def test_any_split_into_micro_batches_gives_the_same(name: str, weighed: bool) -
             rows = torch.isin(own.sequence_ids, torch.tensor(ids))
             assert torch.allclose(slopes, gradient[rows], rtol=1e-12, atol=1e-15)
         assert loss == pytest.approx(whole.loss.item(), rel=1e-12)
-        assert metrics == pytest.approx({k: float(v) for k, v in whole.metrics.items()}, rel=1e-12)
+        assert metrics == pytest.approx({k: float(v) for k, v in whole.metrics.items()}, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -309,7 +309,7 @@ def test_a_token_that_the_policy_never_gives_has_ratio_zero(name: str) -> None:
 def test_nan_under_the_mask_is_not_hidden(name: str, which: str) -> None:
     if name in ("reinforce", "rloo") and which == "behavior":
         return  # not in it
-    own = data()
+    own = data(0.02)  # within every window, outside of which a gradient does not ask for advantages
     row = int(torch.nonzero(own.mask)[0])
     getattr(own, which)[row] = math.nan
     got, gradient = run(CASES[name][0], own, 20)

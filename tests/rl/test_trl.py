@@ -68,6 +68,7 @@ def trainer(logprobs: Tensor, entropy: Tensor, **changes: Any) -> Any:
     }
     return SimpleNamespace(
         **settings,
+        model=SimpleNamespace(training=True),
         args=SimpleNamespace(**arguments),
         accelerator=accelerator,
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropy, None),
@@ -99,7 +100,7 @@ def theirs(own: Batch, weights: Tensor | None = None, **changes: Any) -> list[An
         "importance_sampling_ratio": weights,
     }
     made = trainer(logprobs, entropy, use_vllm=weights is not None, **changes)
-    loss = GRPOTrainer._compute_loss(made, SimpleNamespace(training=True), inputs)
+    loss = GRPOTrainer._compute_loss(made, made.model, inputs)
     slopes = torch.autograd.grad(loss, [logprobs, entropy], allow_unused=True)
     return [loss.item(), *slopes]
 

@@ -48,7 +48,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gspo": {"name": "gspo", "clip_low": 0.1, "clip_high": 0.2, "entropy": 0.1},
     "dr_grpo": {"name": "dr_grpo", "length": 10},
     "k15": {"name": "k15", "tau": 0.3},
-    "masked": {"correction": "sequence_mask", "correction_high": 1.2},
+    "masked": {"correction": "sequence_mask", "correction_low": 0.1},
     "truncated": {"name": "reinforce", "correction": "token_truncate", "correction_high": 1.1},
 }
 
@@ -485,6 +485,32 @@ def algorithms(out: dict[str, Any]) -> None:
                 keep(key, state(own))
 
 
+def with_critic(out: dict[str, Any]) -> None:
+    """PPO on rewards at the end of each sequence, some of which were cut off."""
+    made = make_algorithm(AlgorithmConfig(name="ppo", gamma=0.9, lam=0.8))
+    for stage in (0, 3):
+        for tokens in (PACKED, SINGLE):
+            policy = tiny_policy()
+            policy.v_head = ValueHead(32)
+            torch.nn.init.normal_(policy.v_head.summary.weight)
+            own = learner(policy, stage, eps=1e-3)
+            results = []
+            for update in range(2):
+                steps = [
+                    shares([_rewarded(s) for s in samples(2 * update + k, 64)], RANKS, tokens)[RANK]
+                    for k in range(2)
+                ]
+                results.append(own.update(steps, made.loss, made.decoupled, made.critic).metrics)
+            out[f"ppo-{stage}-{tokens}"] = results
+            keep(f"ppo-{stage}-{tokens}", state(own))
+
+
+def _rewarded(sample: Sample) -> Sample:
+    rewards = np.zeros(len(sample))
+    rewards[-1] = sample.id % 3
+    return replace(sample, rewards=rewards, terminated=sample.id % 2 == 0)
+
+
 SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     layouts,
     accumulated,
@@ -499,6 +525,7 @@ SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     valued,
     with_muon,
     algorithms,
+    with_critic,
 ]
 
 
