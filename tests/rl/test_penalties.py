@@ -152,6 +152,7 @@ def test_value_loss_by_hand(
     assert gradient.tolist() == pytest.approx([0.0, slope / 4])
     assert float(out.metrics["value_clip_fraction"]) == (0.25 if slope == 0.0 < loss else 0.0)
     assert float(out.metrics["value_loss"]) == pytest.approx((value - target) ** 2 / 8)
+    assert not any(metric.requires_grad for metric in out.metrics.values())
 
 
 def test_value_loss_without_clip_is_half_the_square() -> None:
