@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -73,6 +74,21 @@ def test_weights_and_what_was_removed(
     assert got.weights[:-1].tolist() == pytest.approx(weights, rel=1e-12)
     assert float(got.metrics["correction_removed"]) == pytest.approx(removed / 6)
     assert float(got.metrics["correction_weight"]) == pytest.approx(sum(weights) / 6)
+
+
+def test_ranges_are_those_that_the_documents_name() -> None:
+    ranges = {}
+    for name, function in CORRECTIONS.items():
+        own = inspect.signature(function).parameters
+        ranges[name] = (own["low"].default, own["high"].default)
+    assert ranges == {
+        "token_truncate": (0.0, 2.0),
+        "token_mask": (0.0, 2.0),
+        "icepop": (0.5, 5.0),
+        "sequence_truncate": (0.0, 2.0),
+        "sequence_mask": (0.0, 3.0),
+        "sequence_reject": (0.99, 1.01),
+    }
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,37 +49,59 @@ def test_advantages_cross_tool_text_and_stop_at_the_end_of_a_sequence() -> None:
     assert got.values.tolist() == values.tolist()
 
 
-def test_whitening_pools_what_all_ranks_have() -> None:
-    """Two ranks whose sums are exchanged; one of them has no token in the last case."""
+def test_the_last_sequence_may_be_the_one_that_terminates() -> None:
+    """The same two sequences in the other order have the same advantages."""
+    one = packed()
+    order = np.array([7, 8, 9, 0, 1, 2, 3, 4, 5, 6])
+    assert one.rewards is not None and one.terminated is not None
+    other = replace(
+        one,
+        cu_seqlens=np.array([0, 3, 10], np.int32),
+        loss_mask=one.loss_mask[order],
+        rewards=one.rewards[order],
+        terminated=one.terminated[::-1].copy(),
+    )
+    values = torch.tensor([2.0, 3.0, 0.5, 1.0, 1.0])
+    got = judge(other, values, torch.tensor([8.0, 9.0]), CRITIC)
+    assert got.advantages.tolist() == [0.75, 5.0, 0.9375, -0.25, 1.0]
 
-    def judged(*advantages: float) -> list[Judged]:
-        one = torch.tensor(advantages, dtype=torch.float64)
-        return [Judged(one * 0 + 7, one, one + 7)] if advantages else []
 
-    def reduced(mine: list[Judged], other: list[Judged]) -> list[Judged]:
-        """What one rank gets; the other's part of each message is computed as it would be."""
-        both = torch.cat([j.advantages for j in [*mine, *other]])
-        messages = iter(
-            [
-                torch.stack([both.new_tensor(len(both)), both.sum()]),
-                (both - both.mean()).square().sum().reshape(1),
-                torch.stack([both.max(), -both.min()]),
-            ]
-        )
+def whitened(*ranks: list[float]) -> list[list[float]]:
+    """What each of these ranks gets, as threads that exchange their sums; [] has no tokens."""
+    barrier = threading.Barrier(len(ranks))
+    sent: list[torch.Tensor] = [torch.zeros(0)] * len(ranks)
 
+    def one(rank: int) -> list[float]:
         def reduce(tensors: list[torch.Tensor], op: str = "sum") -> None:
-            tensors[0].copy_(next(messages))
+            sent[rank] = tensors[0].clone()
+            barrier.wait(10)
+            both = torch.stack(sent)
+            barrier.wait(10)
+            tensors[0].copy_(both.sum(0) if op == "sum" else both.amax(0))
 
-        return whiten_over_ranks(mine, reduce, torch.device("cpu"))
+        given = torch.tensor(ranks[rank], dtype=torch.float64)
+        mine = [Judged(given * 0 + 7, given, given + 7)] if ranks[rank] else []
+        made = whiten_over_ranks(mine, reduce, torch.device("cpu"))
+        for judged in made:
+            assert judged.values.tolist() == [7.0] * len(given)
+            assert judged.returns.tolist() == [x + 7 for x in ranks[rank]]
+        return [x for judged in made for x in judged.advantages.tolist()]
 
-    (left,) = reduced(judged(1.0, 3.0), judged(5.0, 7.0))
-    assert left.advantages.tolist() == pytest.approx([-3 / math.sqrt(5), -1 / math.sqrt(5)])
-    assert left.values.tolist() == [7.0, 7.0] and left.returns.tolist() == [8.0, 10.0]
-    (flat,) = reduced(judged(0.3, 0.3), judged(0.1 + 0.2))
-    assert flat.advantages.tolist() == [0.0, 0.0]
-    assert reduced([], judged(1.0, 2.0)) == []
-    (alone,) = reduced(judged(1.0, 3.0), [])
-    assert alone.advantages.tolist() == [-1.0, 1.0]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(one, range(len(ranks))))
+
+
+def test_whitening_pools_what_all_ranks_have() -> None:
+    """C03: a rank without tokens takes part and changes nothing."""
+    left, right = whitened([1.0, 3.0], [5.0, 7.0])
+    assert left == pytest.approx([-3 / math.sqrt(5), -1 / math.sqrt(5)])
+    assert right == pytest.approx([1 / math.sqrt(5), 3 / math.sqrt(5)])
+    assert whitened([1.0, 3.0], []) == [[-1.0, 1.0], []]
+    assert whitened([], [-1.0, -3.0]) == [[], [1.0, -1.0]]
+    assert whitened([0.3, 0.3], [0.1 + 0.2]) == [[0.0, 0.0], [0.0]]
+    assert whitened([0.3], [0.5]) == [[pytest.approx(-1.0)], [pytest.approx(1.0)]]
+    assert whitened([-2.0]) == [[0.0]]
+    assert whitened([], []) == [[], []]
 
 
 def test_the_critics_loss_is_added() -> None:
