@@ -34,14 +34,46 @@ class RolloutConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
-    """Objective: advantages and loss."""
+    """Objective: advantages and loss; None is the algorithm's own value (docs/algorithms.md)."""
 
-    name: Literal["grpo"] = "grpo"
-    scale: Literal["std", "none"] = "std"
-    baseline: Literal["mean", "leave_one_out"] = "mean"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    name: Literal[
+        "ppo",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "cispo",
+        "rloo",
+        "reinforce",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "k15",
+        "k25",
+    ] = "grpo"
+    scale: Literal["std", "none"] | None = None
+    baseline: Literal["mean", "leave_one_out"] | None = None
+    clip_low: float | None = None  # ratios from 1 - clip_low
+    clip_high: float | None = None  # to 1 + clip_high
     dual_clip: float | None = None  # bound on the loss of negative advantages, > 1
+    gamma: float | None = None  # of ppo: discount per token
+    lam: float | None = None  # of ppo: 0 trusts the critic, 1 the rewards
+    value_coefficient: float | None = None  # of ppo: weight of the critic's loss
+    value_clip: float | None = None  # of ppo: how far a value may move in an update
+    tau: float | None = None  # strength of the pull towards the policy that sampled
+    aggregation: Literal["token", "sequence", "constant"] | None = None  # which mean the loss is
+    length: int | None = None  # tokens that aggregation=constant divides by, 1024 by itself
+    entropy: float = 0.0  # coefficient of the entropy bonus
+    correction: Literal[
+        "none",
+        "token_truncate",
+        "token_mask",
+        "icepop",
+        "sequence_truncate",
+        "sequence_mask",
+        "sequence_reject",
+    ] = "none"  # of samples that are not the learner's own: older, or of another engine
+    correction_low: float | None = None  # range of the ratio learner / sampler
+    correction_high: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from ..envs.registry import EnvBuildError, make_config, resolve_plugins, tasks
 from ..policy.records import StageRecord, check_context, read_config, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..policy.vision_config import ImageRules
+from ..rl.algorithms import make_algorithm
 from ..rollout.calls import EnvCalls, Fault, build
 from . import checkpoints
 from .checkpoints import Found, RunState
@@ -58,6 +59,7 @@ class Run:
 def prepare(config: TrainConfig) -> Run:
     """Check a training config against the world; UserError for whatever does not fit."""
     check_bounds(config)
+    make_algorithm(config.algorithm)  # refuses settings that do not go together
     if config.max_staleness == 0:
         check_unused("rollout", config.rollout, ["keep_states"], "needs max_staleness")
     folder = Path(config.output).absolute()

@@ -22,10 +22,12 @@ from ..configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from ..policy.checkpoint import load_checkpoint, save_checkpoint
 from ..policy.config import PolicyConfig
 from ..policy.records import StageRecord
+from ..policy.value import ValueHead
 from ..policy.weights import Publication
 from ..rollout.types import Group
 from . import batch, losses, resume
-from .algorithms import LossFunction, make_algorithm
+from .algorithms import LossFunction, Objective, make_algorithm
+from .critic import Critic
 from .engine import join, leave
 from .learner import Learner
 from .publish import publish
@@ -52,20 +54,30 @@ class LearnerActor:
             return address, probe.getsockname()[1]
 
     def start(
-        self, checkpoint: str, rendezvous: str, temperature: float, vision: bool = False
+        self,
+        checkpoint: str,
+        rendezvous: str,
+        temperature: float,
+        vision: bool = False,
+        critic: bool = False,
     ) -> None:
-        """Join the other ranks and build the learner around the policy of ``checkpoint``."""
+        """Join the other ranks and build the learner around the policy of ``checkpoint``, which
+        gets a value head for a ``critic`` if it has none."""
         device = "cuda" if self.config.gpus > 0 else "cpu"
         join(self.rank, self.config.ranks, rendezvous, device)
         loaded = load_checkpoint(checkpoint, vision=vision)
         self.tokenizer: PreTrainedTokenizerFast = loaded.tokenizer
         self.policy_config: PolicyConfig = loaded.policy.config
+        if critic and loaded.policy.v_head is None:
+            loaded.policy.v_head = ValueHead(self.policy_config.hidden_size)
         policy = loaded.policy.to(torch.device(device))  # type: ignore[arg-type] - Module.to
         self.learner = Learner(policy, self.config, temperature)
 
-    def update(self, steps: Sequence[Share], loss: LossFunction) -> UpdateResult:
+    def update(
+        self, steps: Sequence[Share], loss: LossFunction, decoupled: bool, critic: Critic | None
+    ) -> UpdateResult:
         """Optimizer steps on this rank's shares."""
-        return self.learner.update(steps, loss)
+        return self.learner.update(steps, loss, decoupled, critic)
 
     def evaluate(self, share: Share) -> float:
         """Mean negative log-likelihood over all ranks."""
@@ -140,7 +152,8 @@ class LearnerGroup:
         actor: Any = ray.remote(num_cpus=ACTOR_CPUS, num_gpus=config.gpus)(LearnerActor)
         self.actors: list[Any] = [actor.remote(config, r, seed) for r in range(config.ranks)]
         rendezvous = self._rendezvous()
-        start = (checkpoint, rendezvous, temperature, vision)
+        critic = self.algorithm.critic is not None
+        start = (checkpoint, rendezvous, temperature, vision, critic)
         self._starting = [a.start.remote(*start) for a in self.actors]
 
     def ready(self) -> None:
@@ -163,7 +176,11 @@ class LearnerGroup:
         metrics["staleness_max"] = self.version - stats.oldest_version
         steps = batch.deal(kept, self.config.minibatches)
         return self._update(
-            [self._shares(samples) for samples in steps], self.algorithm.loss, metrics
+            [self._shares(samples) for samples in steps],
+            self.algorithm.loss,
+            metrics,
+            self.algorithm.decoupled,
+            self.algorithm.critic,
         )
 
     def update_nll(self, sequences: Sequence[np.ndarray]) -> UpdateResult:
@@ -175,7 +192,8 @@ class LearnerGroup:
         if not samples:
             raise UserError("text: no sequence of a batch has a second token; give more text")
         shares = self._shares(samples)
-        return self._update([shares], losses.nll, {"trained_tokens": shares[0].denominator})
+        tokens: dict[str, float] = {"trained_tokens": shares[0].denominator}
+        return self._update([shares], Objective(losses.nll), tokens)
 
     def evaluate_nll(self, sequences: Sequence[np.ndarray]) -> float:
         """Mean negative log-likelihood per token, in nats; changes nothing."""
@@ -210,9 +228,15 @@ class LearnerGroup:
         self._kill()
 
     def _update(
-        self, steps: Sequence[list[Share]], loss: LossFunction, metrics: dict[str, float]
+        self,
+        steps: Sequence[list[Share]],
+        loss: LossFunction,
+        metrics: dict[str, float],
+        decoupled: bool = False,
+        critic: Critic | None = None,
     ) -> UpdateResult:
-        own = [([shares[rank] for shares in steps], loss) for rank in range(self.config.ranks)]
+        ranks = range(self.config.ranks)
+        own = [([shares[rank] for shares in steps], loss, decoupled, critic) for rank in ranks]
         result: UpdateResult = self._each("update", own)[0]
         self.version = result.version
         return UpdateResult(

@@ -1,7 +1,6 @@
 """Advantages: how much better an outcome was than expected.
 
-Left out against the papers: no clipping and no whitening over the batch; a group is judged by
-itself.
+Those of groups are for outcomes [N], with a spread divided by n. No advantage is clipped.
 """
 
 from __future__ import annotations
@@ -28,6 +27,10 @@ def group_relative(
 ) -> Tensor:
     """Reward minus the baseline of its group, fp32 [N]; ``rewards`` [N], ``group_ids`` int [N].
 
+    As it is that of GRPO and DAPO, arXiv:2402.03300 section 4.1.2 and arXiv:2503.14476 equation 9;
+    with ``scale="none"`` Dr. GRPO, arXiv:2503.20783 section 3.2, K1.5 and K2.5, arXiv:2501.12599
+    equation 3 and arXiv:2602.02276 equation 1; with ``"leave_one_out"`` too RLOO, arXiv:2402.14740.
+
     ``baseline="mean"`` compares with the mean of the group, ``"leave_one_out"`` with the mean of
     the other members. ``scale="std"`` divides by the population standard deviation (divided by
     n) of the same members the baseline was taken from. Members that share no spread are not
@@ -42,6 +45,59 @@ def group_relative(
         members = torch.nonzero(valid & (group_ids == group)).flatten()
         advantages[members] = _one_group(values[members], scale, baseline)
     return advantages.to(torch.float32)
+
+
+def batch_normalised(
+    rewards: Tensor, group_ids: Tensor, *, baseline: Literal["none", "mean"] = "none"
+) -> Tensor:
+    """Reward, or with ``baseline="mean"`` its distance from the group's mean, normalised over the
+    whole batch, fp32 [N]; ``rewards`` [N], ``group_ids`` int [N].
+
+    REINFORCE++, arXiv:2501.03262, plain and with baseline. Every outcome counts once, where the
+    paper's implementation counts it once per token. A batch without spread gives exactly 0, a
+    reward that is not finite gets 0 and is left out.
+    """
+    assert rewards.ndim == 1 and rewards.shape == group_ids.shape
+    values = rewards.detach().to(torch.float64)
+    valid = torch.isfinite(values)
+    advantages = torch.zeros_like(values)
+    if baseline == "mean":
+        kept = values.clone()
+        for group in torch.unique(group_ids[valid]):
+            members = torch.nonzero(valid & (group_ids == group)).flatten()
+            kept[members] = _one_group(values[members], "none", "mean")
+        values = kept
+    if valid.any():
+        advantages[valid] = _normalised(values[valid])
+    return advantages.to(torch.float32)
+
+
+def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Advantages of tokens normalised over those under the mask, 0 elsewhere, fp32 [T]."""
+    assert advantages.ndim == 1 and advantages.shape == mask.shape
+    result = torch.zeros_like(advantages, dtype=torch.float64)
+    if mask.any():
+        result[mask] = _normalised(advantages.detach()[mask].to(torch.float64))
+    return result.to(torch.float32)
+
+
+def distillation(
+    logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor, *, bound: float
+) -> Tensor:
+    """Advantages of tokens from a teacher: how much likelier they are to it, at most ``bound`` up
+    or down, without gradient, 0 outside of the mask [T].
+
+    On-policy distillation of K3: clip(log pi_teacher - log pi, -bound, bound).
+    """
+    assert logprobs.ndim == 1 and logprobs.shape == teacher_logprobs.shape == mask.shape
+    gap = (teacher_logprobs - logprobs).detach().clamp(-bound, bound)
+    return torch.where(mask, gap, torch.zeros_like(gap))
+
+
+def _normalised(values: Tensor) -> Tensor:
+    if _equal(values):
+        return torch.zeros_like(values)
+    return (values - values.mean()) / values.std(correction=0)
 
 
 def _one_group(rewards: Tensor, scale: str, baseline: str) -> Tensor:
@@ -59,9 +115,14 @@ def _one_group(rewards: Tensor, scale: str, baseline: str) -> Tensor:
     return advantages
 
 
+def equal(low: Tensor, high: Tensor) -> bool:
+    """Whether values from ``low`` to ``high`` (scalars) count as equal."""
+    largest = max(abs(float(low)), abs(float(high)))
+    return float(high - low) <= max(EQUAL_WITHIN * largest, RESIDUE)
+
+
 def _equal(rewards: Tensor) -> bool:
-    largest = float(rewards.abs().max())
-    return float(rewards.max() - rewards.min()) <= max(EQUAL_WITHIN * largest, RESIDUE)
+    return equal(rewards.min(), rewards.max())
 
 
 def gae(
@@ -78,6 +139,10 @@ def gae(
     ``terminated`` and ``truncated`` (bool) mark the last step of an episode: after a termination
     the future is worth 0, after a truncation ``bootstrap`` (the value of the state that would
     have come next). The last step of the array is bootstrapped likewise unless terminated.
+
+    arXiv:1506.02438 equation 16. Steps are actions: for tokens give the sampled ones only, since
+    what a tool said between two of them is part of the transition. Returns for the critic are
+    advantages + values.
     """
     assert rewards.ndim == 1
     assert all(x.shape == rewards.shape for x in (values, terminated, truncated, bootstrap))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -47,13 +47,13 @@ class BatchStats:
 
 
 def samples_of_groups(
-    groups: Sequence[Group], advantages: AdvantageFunction
+    groups: Sequence[Group], advantages: AdvantageFunction | None
 ) -> tuple[list[list[Sample]], BatchStats]:
     """Samples of each group that can be learned from, and statistics over all of them.
 
     Siblings belong together by task id, in whatever order or pieces they arrive. Episodes that
     failed are left out; so are groups in which every advantage is 0: they would only dilute the
-    token mean.
+    token mean. Without ``advantages`` samples have rewards, for a critic, and no group is left out.
     """
     by_task: dict[str, list[Trajectory]] = {}
     for group in groups:
@@ -62,15 +62,19 @@ def samples_of_groups(
     trajectories = [t for group in siblings for t in group]
     rewards = np.array([_reward(t) for t in trajectories])
     ids = np.repeat(np.arange(len(siblings)), [len(group) for group in siblings])
-    values = advantages(torch.from_numpy(rewards), torch.from_numpy(ids)).numpy()
+    values = np.zeros(len(rewards))
+    if advantages is not None:
+        values = advantages(torch.from_numpy(rewards), torch.from_numpy(ids)).numpy()
     valid = np.isfinite(rewards)
     kept: list[list[Sample]] = []
     versions: list[int] = []
     for number in range(len(siblings)):
         members = np.flatnonzero((ids == number) & valid)
-        if not values[members].any():
+        if not (values[members].any() if advantages is not None else len(members)):
             continue
         samples = [_sample(int(i), trajectories[i], float(values[i])) for i in members]
+        if advantages is None:
+            samples = [_with_rewards(sample, trajectories[sample.id]) for sample in samples]
         samples = [sample for sample in samples if sample.loss_mask.any()]
         versions += [int(v[v >= 0].min()) for v in (trajectories[s.id].versions for s in samples)]
         kept.append(samples)
@@ -115,12 +119,14 @@ def shares(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> li
     """
     bins = _bins(samples, ranks, micro_batch_tokens)
     bins.sort(key=lambda members: -sum(len(s) for s in members))
-    denominator = sum(int(s.loss_mask.sum()) for s in samples)
+    trained = [int(s.loss_mask.sum()) for s in samples]
+    denominator, sequences = max(sum(trained), 1), max(sum(map(bool, trained)), 1)
     rows = [bins[first : first + ranks] for first in range(0, len(bins), ranks)]
     # Every other row backwards, so that no rank always gets the fullest batch of its row.
     rows = [row if number % 2 == 0 else row[::-1] for number, row in enumerate(rows)]
     return [
-        Share(tuple(_pack(row[rank]) for row in rows), max(denominator, 1)) for rank in range(ranks)
+        Share(tuple(_pack(row[rank]) for row in rows), denominator, sequences)
+        for rank in range(ranks)
     ]
 
 
@@ -146,6 +152,11 @@ def _sample(number: int, trajectory: Trajectory, advantage: float) -> Sample:
         advantages=np.where(mask, advantage, 0).astype(np.float32),
         images=tuple(image for image in trajectory.images if image.start < end),
     )
+
+
+def _with_rewards(sample: Sample, trajectory: Trajectory) -> Sample:
+    rewards = trajectory.rewards[: len(sample)]
+    return replace(sample, rewards=rewards, terminated=trajectory.terminated)
 
 
 def _bins(samples: Sequence[Sample], ranks: int, capacity: int) -> list[list[Sample]]:
@@ -179,6 +190,7 @@ def _pack(samples: Sequence[Sample]) -> MicroBatch:
             padding=True,
         )
     lengths = [len(s) for s in samples]
+    rewards = [s.rewards for s in samples if s.rewards is not None]
     return MicroBatch(
         input_ids=np.concatenate([s.token_ids for s in samples]),
         cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32),
@@ -191,4 +203,6 @@ def _pack(samples: Sequence[Sample]) -> MicroBatch:
             for start, sample in zip(np.cumsum([0, *lengths]), samples, strict=False)
             for image in sample.images
         ),
+        rewards=np.concatenate(rewards) if rewards else None,
+        terminated=np.array([s.terminated for s in samples]) if rewards else None,
     )

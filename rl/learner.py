@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,8 +21,28 @@ from ..configs.schema import LearnerConfig
 from ..policy.images import Placed
 from ..policy.qk_clip import clip_factors, forget, logit_maxima, watched_logits
 from .algorithms import LossFunction
+from .critic import Critic, Judged, judge, whiten_over_ranks, with_values
 from .engine import Engine
 from .types import LossOutput, MicroBatch, Share, UpdateResult
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Log-probs and entropy of the trained tokens of a micro-batch, [R], and values if there is a
+    head for them; of one dummy token in padding."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What the policy said of a micro-batch before the update: log-probs of its trained tokens [R],
+    and what a critic made of their rewards."""
+
+    logprobs: Tensor
+    judged: Judged | None
 
 
 class Learner:
@@ -40,10 +61,18 @@ class Learner:
                 "latent attention; leave it out"
             )
 
-    def update(self, steps: Sequence[Share], loss: LossFunction) -> UpdateResult:
+    def update(
+        self,
+        steps: Sequence[Share],
+        loss: LossFunction,
+        decoupled: bool = False,
+        critic: Critic | None = None,
+    ) -> UpdateResult:
         """One optimizer step per share of this rank; metrics are means over the applied steps, or
         over all where none was, and largest values if their name ends so. ``log_ratio_first`` is
-        that of the first step, before any of them changed the weights.
+        that of the first step, before any of them changed the weights. A ``decoupled`` loss gets
+        the log-probs of the policy before the first step as well. A ``critic`` gives advantages
+        from the rewards of the micro-batches, and learns with the policy.
 
         A step whose gradient is not finite changes nothing: weights, moments, learning rate
         schedule, thresholds and version stay. RunFailed after ``max_skipped_steps`` of them in
@@ -51,8 +80,14 @@ class Learner:
         """
         metrics: list[dict[str, float]] = []
         bad_tensor: str | None = None
-        for share in steps:
-            values, bad = self._optimizer_step(share, loss)
+        before: Sequence[Sequence[Before | None]]
+        # With a single step the forward that learns gives the log-probs itself.
+        if critic is not None or (decoupled and len(steps) > 1):
+            before = self._before(steps, critic)
+        else:
+            before = [[None] * len(share.micro_batches) for share in steps]
+        for share, known in zip(steps, before, strict=True):
+            values, bad = self._optimizer_step(share, loss, known, critic)
             metrics.append(values)
             bad_tensor = bad_tensor or bad
         applied = [values for values in metrics if values["skipped_steps"] == 0]
@@ -82,25 +117,53 @@ class Learner:
         total = torch.zeros(1, dtype=torch.float64, device=self.engine.device)
         with torch.no_grad():
             for batch in share.micro_batches:
-                logprobs, _ = self._logprobs(batch, last=False)
+                logprobs = self._forward(batch, last=False).logprobs
                 if not batch.padding:
                     total -= logprobs.double().sum()
         self.engine.all_reduce([total])
         return float(total) / share.denominator
 
+    def _before(self, steps: Sequence[Share], critic: Critic | None) -> list[list[Before]]:
+        """What is known before the update of each micro-batch, uncounted and without gradient."""
+        with torch.no_grad():
+            known = [[self._known(b, critic) for b in share.micro_batches] for share in steps]
+        if critic is None:
+            return known
+        own = [b.judged for part in known for b in part if b.judged is not None]
+        white = iter(whiten_over_ranks(own, self.engine.all_reduce, self.engine.device))
+        return [
+            [replace(b, judged=None if b.judged is None else next(white)) for b in part]
+            for part in known
+        ]
+
+    def _known(self, batch: MicroBatch, critic: Critic | None) -> Before:
+        if critic is None:
+            return Before(self._forward(batch, last=False).logprobs, None)
+        count = len(_positions(batch))
+        out = self._forward(batch, last=False, more=batch.cu_seqlens[1:] - 1)
+        assert out.values is not None, "a critic needs a value head"
+        judged = None
+        if not batch.padding:
+            judged = judge(batch, out.values[:count], out.values[count:], critic)
+        return Before(out.logprobs[:count], judged)
+
     def _optimizer_step(
-        self, share: Share, loss: LossFunction
+        self,
+        share: Share,
+        loss: LossFunction,
+        before: Sequence[Before | None],
+        critic: Critic | None,
     ) -> tuple[dict[str, float], str | None]:
         outputs = []
-        for number, batch in enumerate(share.micro_batches):
+        for number, (batch, known) in enumerate(zip(share.micro_batches, before, strict=True)):
             last = number == len(share.micro_batches) - 1
             with ExitStack() as counting:
                 if not batch.padding:
                     counting.enter_context(self.policy.routing_statistics())
                     if self.config.qk_clip is not None:
                         counting.enter_context(watched_logits(self.engine.policy))
-                logprobs, entropy = self._logprobs(batch, last)
-            output = self._loss(batch, logprobs, entropy, loss, share.denominator)
+                out = self._forward(batch, last)
+            output = self._loss(batch, out, loss, share, known, critic)
             self.engine.backward(output.loss)
             outputs.append(output)
         metrics = self._reduced(outputs)
@@ -142,41 +205,57 @@ class Learner:
                 f"{self.config.max_skipped_steps}; lower learner.lr or look at the rewards"
             )
 
-    def _logprobs(self, batch: MicroBatch, last: bool) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy of the trained tokens, [R]; of one dummy token in padding."""
+    def _forward(self, batch: MicroBatch, last: bool, more: np.ndarray | None = None) -> Rows:
+        """Forward of a micro-batch; ``more`` are rows whose values follow those of its tokens."""
         ids = self._tensor(batch.input_ids)
         rows = self._tensor(_positions(batch) - 1)
+        targets = ids[rows + 1]
+        if more is not None:
+            rows = torch.cat([rows, self._tensor(more).to(rows.dtype)])
+            targets = torch.cat([targets, targets.new_zeros(len(more))])
         out = self.engine.forward(
             ids[None],
             torch.tensor(batch.cu_seqlens),
             rows=rows,
-            targets=ids[rows + 1],
+            targets=targets,
             temperature=self.temperature,
             last=last,
             **self.policy.image_inputs(batch.images),
         )
-        return out.logprobs, out.entropy
+        return Rows(out.logprobs, out.entropy, getattr(out, "value", None))
 
     def _loss(
         self,
         batch: MicroBatch,
-        logprobs: Tensor,
-        entropy: Tensor,
+        out: Rows,
         loss: LossFunction,
-        denominator: int,
+        share: Share,
+        before: Before | None,
+        critic: Critic | None,
     ) -> LossOutput:
         """The objective on the trained tokens alone, with the entropy among its metrics."""
         positions = _positions(batch)
         mask = self._tensor(batch.loss_mask[positions])
+        advantages = self._tensor(batch.advantages[positions])
+        judged = before.judged if before is not None else None
+        if judged is not None:
+            advantages = judged.advantages.float()
         output = loss(
-            logprobs,
+            out.logprobs,
             self._tensor(batch.behavior_logprobs[positions]),
-            self._tensor(batch.advantages[positions]),
+            advantages,
             mask,
             sequence_ids=self._tensor(batch.sequence_ids[positions]),
-            denominator=denominator,
+            denominator=share.denominator,
+            sequences=share.sequences,
+            entropy=out.entropy,
+            proximal_logprobs=None if before is None else before.logprobs,
         )
-        spread = torch.where(mask, entropy.detach(), 0.0).sum() / denominator
+        if critic is not None and out.values is not None:
+            none = advantages.double()  # in padding, where nothing counts
+            known = judged or Judged(none, none, none)
+            output = with_values(output, critic, out.values, known, mask, share.denominator)
+        spread = torch.where(mask, out.entropy.detach(), 0.0).sum() / share.denominator
         return LossOutput(output.loss, {**output.metrics, "entropy": spread}, output.maxima)
 
     def _reduced(self, outputs: Sequence[LossOutput]) -> dict[str, float]:

@@ -1,23 +1,31 @@
 """Objectives, one pure function each, over per-token arrays of one length [T].
 
 Every function takes ``(logprobs, behavior_logprobs, advantages, mask, *, sequence_ids,
-denominator)`` and its own keywords. Only tokens under ``mask`` count, and what stands outside of
-it may be anything, NaN included. The loss is a sum divided by ``denominator``, the number of
-trained tokens of the whole optimizer step: micro-batches and ranks add up to the token mean.
+denominator, weights)`` and its own keywords. Only tokens under ``mask`` count, and what stands
+outside of it may be anything, NaN included. The loss is a sum over tokens divided by
+``denominator``, the number of trained tokens of the whole optimizer step: micro-batches and ranks
+add up to the token mean. ``weights`` [T] without gradient multiply the loss of each token; other
+means (`aggregation.token_weights`) and corrections (`corrections`) are given that way, and None
+is 1. Sequences must be whole within a call where a ratio is one of sequences.
+
+Metrics of all that compare two policies: ``ratio``, ``log_ratio_abs`` and ``log_ratio_max``
+(distance of learner and sampler log-probs), ``kl`` (of the sampler from the learner, the estimator
+ratio - 1 - log ratio); of those that clip, ``clip_fraction`` (trained tokens outside of the range).
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from .aggregation import mean
+from .ratio import bounded, check, difference, distance, masked, sequence_means, sequence_sums
 from .types import LossOutput
 
-# exp(20) = 5e8: far beyond any clip range, and still finite when squared in fp32.
-MAX_LOG_RATIO = 20.0
 
-
-def grpo(
+def ppo_clip(
     logprobs: Tensor,
     behavior_logprobs: Tensor,
     advantages: Tensor,
@@ -25,43 +33,167 @@ def grpo(
     *,
     sequence_ids: Tensor,
     denominator: int,
+    weights: Tensor | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> LossOutput:
     """Clipped surrogate ``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)``.
 
-    ``dual_clip`` c > 1 bounds the loss of a negative advantage by ``c * |A|``, where a ratio far
-    above 1 would otherwise let it grow without limit. Differences from the GRPO paper: token
-    mean over the global batch instead of a mean per sequence, no KL term.
-
-    Metrics: ``clip_fraction`` (tokens whose gradient the clip removed), ``ratio``,
-    ``log_ratio_abs`` and ``log_ratio_max`` (distance of learner and sampler log-probs), ``kl``
-    (of the sampler from the learner, the estimator ratio - 1 - log ratio).
+    PPO, arXiv:1707.06347 equation 7; GRPO, arXiv:2402.03300 equation 3; two ends as in DAPO,
+    arXiv:2503.14476 equation 8. ``dual_clip`` c > 1 bounds the loss of a negative advantage by
+    ``c * |A|`` (arXiv:1912.09729 equation 5), where a ratio far above 1 would otherwise let it grow
+    without limit. ``clip_fraction`` counts tokens whose gradient was removed. Left out: the KL
+    term of GRPO (`penalties.kl_loss`).
     """
-    _check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
-    log_ratio = _masked(logprobs, mask) - _masked(behavior_logprobs, mask)
-    # Not clamp: that would turn a NaN into a gradient of 0, and the fault would go unseen.
-    log_ratio = torch.minimum(log_ratio, log_ratio.new_tensor(MAX_LOG_RATIO))
+    check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
     ratio = log_ratio.exp()
-    advantages = _masked(advantages, mask)
+    advantages = masked(advantages, mask)
     free = ratio * advantages
     surrogate = torch.minimum(free, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     if dual_clip is not None:
         floor = dual_clip * advantages
         surrogate = torch.where(advantages < 0, torch.maximum(surrogate, floor), surrogate)
     clipped = (surrogate != free) & mask
-    log_ratio, ratio = log_ratio.detach(), ratio.detach()
-    return LossOutput(
-        loss=-surrogate.sum() / denominator,
-        metrics={
-            "clip_fraction": clipped.sum() / denominator,
-            "ratio": _masked(ratio, mask).sum() / denominator,
-            "log_ratio_abs": log_ratio.abs().sum() / denominator,
-            "kl": (ratio - 1 - log_ratio).sum() / denominator,
-        },
-        maxima={"log_ratio_max": log_ratio.abs().max()},
-    )
+    return _output(surrogate, weights, mask, denominator, log_ratio, clipped)
+
+
+def gspo(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    sequence_ids: Tensor,
+    denominator: int,
+    weights: Tensor | None = None,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> LossOutput:
+    """Clipped surrogate of the length-normalised ratio of whole sequences.
+
+    GSPO, arXiv:2507.18071 equations 5 to 7, with the range of its section 5.1: the ratio is
+    ``exp(mean over the sequence of log ratio)``, the same for all of its tokens. The paper's mean
+    over sequences is ``aggregation="sequence"``; the plain sum weighs sequences by their length.
+    """
+    check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    own = difference(logprobs, behavior_logprobs, mask)
+    ratio = bounded(sequence_means(own, mask, sequence_ids)).exp()
+    advantages = masked(advantages, mask)
+    free = ratio * advantages
+    surrogate = torch.minimum(free, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    clipped = (surrogate != free) & mask
+    return _output(surrogate, weights, mask, denominator, bounded(own), clipped)
+
+
+def cispo(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    sequence_ids: Tensor,
+    denominator: int,
+    weights: Tensor | None = None,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+) -> LossOutput:
+    """REINFORCE weighed by the clipped ratio, ``-stop_gradient(clip(ratio)) * A * logprob``.
+
+    CISPO, MiniMax-M1, arXiv:2506.13585 equations 4 and 5: a clipped token keeps its gradient. The
+    paper sets no lower end (``clip_low=1``) and does not publish the upper one; 1 + 4 is the cap
+    of ScaleRL that TRL's documents recommend.
+    """
+    check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
+    ratio = log_ratio.detach().exp()
+    factor = ratio.clamp(1 - clip_low, 1 + clip_high)
+    surrogate = factor * masked(advantages, mask) * masked(logprobs, mask)
+    return _output(surrogate, weights, mask, denominator, log_ratio, (factor != ratio) & mask)
+
+
+def k25(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    sequence_ids: Tensor,
+    denominator: int,
+    weights: Tensor | None = None,
+    clip_low: float = 0.5,
+    clip_high: float = 1.0,
+    tau: float = 0.01,
+) -> LossOutput:
+    """``-(clip(ratio, 1 - clip_low, 1 + clip_high) * A - tau * (log ratio)^2)``.
+
+    K2.5, arXiv:2602.02276 equation 1, which K3 uses too. Unlike in PPO the window ignores the sign
+    of A: outside of it no token gets a policy gradient, but all feel the pull to the policy that
+    sampled. Window and tau are not published; these are ours. The log-ratio of the pull has no
+    bound, as in the paper: an infinite one is a gradient that is not finite, and the step is
+    skipped.
+    """
+    check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    own = difference(logprobs, behavior_logprobs, mask)
+    log_ratio = bounded(own)
+    ratio = log_ratio.exp()
+    window = ratio.clamp(1 - clip_low, 1 + clip_high)
+    surrogate = window * masked(advantages, mask) - tau * own.square()
+    return _output(surrogate, weights, mask, denominator, log_ratio, (window != ratio) & mask)
+
+
+def k15(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    sequence_ids: Tensor,
+    denominator: int,
+    weights: Tensor | None = None,
+    tau: float = 0.01,
+) -> LossOutput:
+    """Mirror descent: ``-(A * R - tau / 2 * R^2)`` with R the log-ratio of a whole sequence.
+
+    K1.5, arXiv:2501.12599 equation 3, whose gradient it has; A log pi(y) is written A R, which
+    differs by a constant. R is a sum over tokens. tau is ours. A sequence's loss is spread over
+    its tokens, so the plain sum is the paper's mean over sequences divided by their mean length.
+    """
+    check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    own = difference(logprobs, behavior_logprobs, mask)
+    whole = sequence_sums(own, mask, sequence_ids)[0].to(own.dtype)
+    surrogate = masked(advantages, mask) * own - tau / 2 * own * whole
+    return _output(surrogate, weights, mask, denominator, bounded(own), None)
+
+
+def reinforce(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    sequence_ids: Tensor,
+    denominator: int,
+    weights: Tensor | None = None,
+) -> LossOutput:
+    """``-A * logprob`` (Williams 1992): right for tokens that the same policy sampled.
+
+    Samples of another policy need weights from `corrections`. RLOO, arXiv:2402.14740, is this
+    with a leave-one-out baseline.
+    """
+    check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
+    surrogate = masked(advantages, mask) * masked(logprobs, mask)
+    return _output(surrogate, weights, mask, denominator, log_ratio, None)
+
+
+# The same loss under the name of the algorithm it serves; they differ in advantages and means.
+grpo = ppo_clip
+dr_grpo = ppo_clip
+reinforce_pp = ppo_clip
+dapo = partial(ppo_clip, clip_high=0.28)  # arXiv:2503.14476 section 4.1
+rloo = reinforce
 
 
 def nll(
@@ -72,16 +204,54 @@ def nll(
     *,
     sequence_ids: Tensor,
     denominator: int,
+    weights: Tensor | None = None,
 ) -> LossOutput:
     """Negative log-likelihood in nats per trained token; behaviour and advantages are unused."""
-    _check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
-    return LossOutput(loss=-_masked(logprobs, mask).sum() / denominator, metrics={})
+    check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    return LossOutput(-mean(masked(logprobs, mask), weights, mask, denominator), metrics={})
 
 
-def _masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Values under the mask, 0 elsewhere, with a gradient of exactly 0 there."""
-    return torch.where(mask, values, torch.zeros_like(values))
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    denominator: int,
+    weights: Tensor | None = None,
+    clip: float | None = 0.2,
+) -> LossOutput:
+    """Squared error of a critic, halved; ``max`` with that of a value moved by at most ``clip``.
+
+    arXiv:1707.06347 equation 9 (L^VF), clipped as in OpenAI's baselines: ``old_values`` are those
+    that gave ``returns`` (advantage + old value). ``clip=None`` leaves the plain square.
+    """
+    check(values, old_values, returns, mask)
+    values, old_values, returns = (masked(x, mask) for x in (values, old_values, returns))
+    free = error = (values - returns).square()
+    if clip is not None:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(free, (near - returns).square())
+    clipped = (error != free) & mask
+    return LossOutput(
+        loss=0.5 * mean(error, weights, mask, denominator),
+        metrics={
+            "value_loss": 0.5 * free.detach().sum() / denominator,
+            "value_clip_fraction": clipped.sum() / denominator,
+        },
+    )
 
 
-def _check(first: Tensor, *others: Tensor) -> None:
-    assert first.ndim == 1 and all(x.shape == first.shape for x in others)
+def _output(
+    surrogate: Tensor,
+    weights: Tensor | None,
+    mask: Tensor,
+    denominator: int,
+    log_ratio: Tensor,
+    clipped: Tensor | None,
+) -> LossOutput:
+    """The loss of a surrogate that is to grow, 0 outside of the mask, with the usual metrics."""
+    metrics, maxima = distance(log_ratio, mask, denominator)
+    if clipped is not None:
+        metrics = {"clip_fraction": clipped.sum() / denominator, **metrics}
+    return LossOutput(-mean(surrogate, weights, mask, denominator), metrics, maxima)

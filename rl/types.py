@@ -19,7 +19,8 @@ class Sample:
     which nothing predicts; ``behavior_logprobs`` and ``advantages`` fp32, 0 where not trained.
     ``id`` numbers the sequence within its batch; ties in packing are broken by it.
 
-    ``images`` are placed among the tokens.
+    ``images`` are placed among the tokens. A critic wants ``rewards``, fp64 [T], in place of
+    advantages, and ``terminated``, without which the future behind the last token has a value.
 
     Example, a prompt of two tokens and a completion of two with advantage -0.5::
 
@@ -32,6 +33,8 @@ class Sample:
     behavior_logprobs: np.ndarray
     advantages: np.ndarray
     images: tuple[Placed, ...] = ()
+    rewards: np.ndarray | None = None
+    terminated: bool = True
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -44,7 +47,8 @@ class MicroBatch:
     Five arrays of one length [T]: ``input_ids`` int64, ``loss_mask`` bool, ``behavior_logprobs``
     fp32, ``advantages`` fp32, ``sequence_ids`` int64; ``cu_seqlens`` int32 [N + 1] are the
     sequence borders. ``loss_mask[t]`` marks token t as trained: its log-prob is the prediction
-    made at t - 1. ``images`` are placed among all T tokens.
+    made at t - 1. ``images`` are placed among all T tokens. ``rewards`` fp64 [T] and
+    ``terminated`` bool [N] are there for a critic only.
 
     ``padding`` marks a batch without data of its own: it only keeps its rank in step with the
     others, adds exactly 0 to loss and gradient, and is left out of routing statistics.
@@ -58,6 +62,8 @@ class MicroBatch:
     sequence_ids: np.ndarray
     padding: bool = False
     images: tuple[Placed, ...] = ()
+    rewards: np.ndarray | None = None
+    terminated: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +71,12 @@ class Share:
     """What one rank does in one optimizer step.
 
     Every rank holds equally many ``micro_batches``; ``denominator`` is the number of trained
-    tokens of the step over all ranks.
+    tokens of the step over all ranks, ``sequences`` that of sequences with any, both at least 1.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     denominator: int
+    sequences: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,24 @@ class Trajectory:
     error: str | None = None
 
     @property
+    def terminated(self) -> bool:
+        """Whether the task ended the episode, and not a limit of turns, tokens or steps."""
+        return self.stop is StopReason.TERMINATED
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """Each turn's reward on the last token that the policy sampled in it, fp64 [T]."""
+        rewards = np.zeros(sum(len(s.token_ids) for s in self.segments))
+        turns, position, last = iter(self.turn_rewards), 0, 0
+        for segment in self.segments:
+            position += len(segment.token_ids)
+            if segment.sampled:
+                last = position - 1
+                rewards[last] += next(turns, 0.0)
+        rewards[last:][:1] += sum(turns)
+        return rewards
+
+    @property
     def token_ids(self) -> np.ndarray:
         """All token ids, int32 [T]."""
         return _cat([s.token_ids for s in self.segments], np.int32)

@@ -39,7 +39,13 @@ STABLE = {
     "policy.load_tokenizer": "folder",
     "rl.advantages.group_relative": "rewards group_ids scale baseline",
     "rl.advantages.gae": "rewards values terminated truncated bootstrap gamma lam",
-    "rl.losses.grpo": LOSS,
+    **{
+        f"rl.losses.{name}": LOSS
+        for name in (
+            *("ppo_clip", "grpo", "dr_grpo", "dapo", "gspo"),
+            *("cispo", "rloo", "reinforce_pp", "k25"),
+        )
+    },
     "envs.register": "id factory",
     "envs.make": "id",
     "envs.check_env": "env",

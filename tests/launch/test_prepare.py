@@ -71,6 +71,10 @@ def test_plugins_are_found_from_any_folder(
     [
         ("policy=/nosuch", "/nosuch: no such folder"),
         ("env.id=ecko-v0", r"env\.id 'ecko-v0' is not registered .*echo-v0"),
+        (
+            "algorithm.tau=0.1",
+            r"algorithm\.tau=0\.1 would have no effect with algorithm\.name=grpo",
+        ),
         ("env.kwargs.turn=2", "unknown argument 'turn'.*turns"),
         ("env.plugins=[nosuch.py]", r"env\.plugins: no such file"),
         ("context=65", "context=65 is longer than the 64 tokens"),

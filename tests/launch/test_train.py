@@ -17,7 +17,13 @@ import pytest
 
 from farhorizon.configs.errors import RunFailed
 from farhorizon.configs.load import dump_config, load_config
-from farhorizon.configs.schema import EnvConfig, LearnerConfig, RolloutConfig, TrainConfig
+from farhorizon.configs.schema import (
+    AlgorithmConfig,
+    EnvConfig,
+    LearnerConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from farhorizon.launch.checkpoints import newest, scan
 from farhorizon.launch.evaluate import evaluate
 from farhorizon.launch.train import train
@@ -138,6 +144,20 @@ def test_stopped_and_resumed_equals_one_go(finished: TrainConfig, tmp_path: Path
     ]
     assert played[:4] == played[4:]
     assert len({task for tasks in played[:4] for task in tasks}) == 16
+
+
+def test_ppo_resumes_with_its_critic(base: TrainConfig, tmp_path: Path) -> None:
+    config = replace(base, algorithm=AlgorithmConfig(name="ppo"), eval_episodes=0)
+    whole, parts = (replace(config, output=str(tmp_path / name)) for name in ("whole", "parts"))
+    assert train(whole) == 0
+    for steps in (2, 4):
+        assert train(replace(parts, steps=steps)) == 0
+    assert weights(parts) == weights(whole)
+    head = weights(whole)["v_head.summary.weight"]
+    assert any(head)
+    by_step = rows(whole)
+    assert all(row["learn/value_loss"] > 0 for row in by_step if row["step"] > 0)
+    assert all(row["train/version"] == row["step"] for row in by_step if row["step"] > 0)
 
 
 def test_two_actors_and_two_ranks_give_the_same_run(finished: TrainConfig, tmp_path: Path) -> None:

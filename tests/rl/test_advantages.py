@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from farhorizon.rl.advantages import gae, group_relative
+from farhorizon.rl.advantages import (
+    batch_normalised,
+    distillation,
+    gae,
+    group_relative,
+    whiten,
+)
 
 
 def _advantages(rewards: list[float], groups: list[int], **kwargs: str) -> list[float]:
@@ -96,3 +102,87 @@ def test_gae_bootstraps_an_unfinished_end() -> None:
     no = torch.tensor([False])
     got = gae(torch.tensor([1.0]), torch.tensor([2.0]), no, no, torch.tensor([4.0]), 0.5, 0.9)
     assert got.tolist() == [1.0]
+
+
+def test_gae_of_one_token_episodes_and_of_an_end_that_is_both() -> None:
+    """A termination wins over a truncation; nothing leaks into the episode before."""
+    got = gae(
+        torch.tensor([1.0, 2.0, 3.0]),
+        torch.tensor([0.5, 0.5, 0.5]),
+        torch.tensor([True, True, False]),
+        torch.tensor([False, True, True]),
+        torch.tensor([8.0, 8.0, 8.0]),
+        0.5,
+        0.5,
+    )
+    assert got.tolist() == [0.5, 1.5, 6.5]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.0), (0.97, 0.8)])
+def test_gae_is_the_sum_of_its_definition(gamma: float, lam: float) -> None:
+    random = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 6, generator=random, dtype=torch.float64)
+    ends = torch.tensor([False] * 5 + [True])
+    none = torch.zeros(6, dtype=torch.bool)
+    for terminated, following in ((ends, 0.0), (none, 4.0)):
+        got = gae(
+            rewards, values, terminated, ends & ~terminated, torch.full((6,), 4.0), gamma, lam
+        )
+        after = [*values[1:].tolist(), following]
+        deltas = [float(rewards[t]) + gamma * after[t] - float(values[t]) for t in range(6)]
+        want = [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, 6)) for t in range(6)]
+        assert got.tolist() == pytest.approx(want, rel=1e-5)
+
+
+def test_normalisation_over_the_batch() -> None:
+    rewards = torch.tensor([1.0, 3.0, 5.0, 7.0])
+    groups = torch.tensor([0, 0, 1, 1])
+    got = batch_normalised(rewards, groups).tolist()  # mean 4, deviation sqrt(5)
+    assert got == pytest.approx([v / math.sqrt(5) for v in (-3, -1, 1, 3)])
+    got = batch_normalised(rewards, groups, baseline="mean").tolist()
+    assert got == [-1.0, 1.0, -1.0, 1.0]
+    uneven = batch_normalised(torch.tensor([0.0, 1.0, 0.0, 3.0]), groups, baseline="mean").tolist()
+    assert uneven == pytest.approx([v / math.sqrt(1.25) for v in (-0.5, 0.5, -1.5, 1.5)])
+
+
+@pytest.mark.parametrize("baseline", ["none", "mean"])
+@pytest.mark.parametrize("reward", [0.1, 0.2, 0.35, 0.7, -1.0])
+def test_a_batch_of_equal_rewards_gives_exactly_zero(reward: float, baseline: str) -> None:
+    for n in range(1, 17):
+        groups = torch.arange(n) % 3
+        got = batch_normalised(torch.full((n,), reward), groups, baseline=baseline)  # type: ignore[arg-type]
+        assert got.dtype == torch.float32 and got.tolist() == [0.0] * n
+
+
+def test_groups_of_equal_rewards_differ_in_the_batch_but_not_from_their_mean() -> None:
+    rewards, groups = torch.tensor([0.7] * 7 + [0.2] * 7), torch.arange(14) // 7
+    assert batch_normalised(rewards, groups).tolist() == pytest.approx([1.0] * 7 + [-1.0] * 7)
+    assert batch_normalised(rewards, groups, baseline="mean").tolist() == [0.0] * 14
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_leaves_the_batch(bad: float) -> None:
+    rewards, groups = torch.tensor([1.0, bad, 0.0, 1.0]), torch.zeros(4, dtype=torch.int64)
+    got = batch_normalised(rewards, groups).tolist()
+    assert got == pytest.approx([0.70711, 0.0, -1.41421, 0.70711], abs=1e-5) and got[1] == 0.0
+    assert batch_normalised(torch.full((3,), bad), groups[:3]).tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("padding", [2, 100])
+def test_padding_takes_no_part_in_whitening(padding: int) -> None:
+    """C03."""
+    mask = torch.tensor([True, True] + [False] * padding)
+    for filler in (0.0, math.nan):
+        values = torch.tensor([1.0, 3.0] + [filler] * padding)
+        assert whiten(values, mask).tolist() == [-1.0, 1.0] + [0.0] * padding
+    one = torch.tensor([True] + [False] * padding)
+    assert whiten(torch.ones(padding + 1), one).tolist() == [0.0] * (padding + 1)
+    assert whiten(torch.ones(3), torch.zeros(3, dtype=torch.bool)).tolist() == [0.0] * 3
+
+
+def test_a_teachers_advantage_is_bounded() -> None:
+    policy = torch.tensor([-1.0, -2.0, -9.0, -1.0, math.nan], requires_grad=True)
+    teacher = torch.tensor([-1.5, -1.0, -1.0, -math.inf, -1.0])
+    mask = torch.tensor([True] * 4 + [False])
+    got = distillation(policy, teacher, mask, bound=2.0)
+    assert got.tolist() == [-0.5, 1.0, 2.0, -2.0, 0.0] and not got.requires_grad

@@ -1,60 +1,192 @@
-"""Every algorithm can be named, and none has a setting without effect."""
+"""Every algorithm can be named, and a setting has an effect or is refused."""
 
 from __future__ import annotations
 
-from types import NoneType, UnionType
+import math
+import pickle
+from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 
+from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import override_config
 from farhorizon.configs.schema import AlgorithmConfig
-from farhorizon.rl.algorithms import ALGORITHMS, make_algorithm
+from farhorizon.rl.advantages import group_relative
+from farhorizon.rl.algorithms import ALGORITHMS, CLIP, CRITIC, GROUP, make_algorithm
+from farhorizon.rl.corrections import CORRECTIONS
+from farhorizon.rl.critic import Critic, judge, with_values
+from farhorizon.rl.types import LossOutput
+
+from .test_critic import packed
 
 HINTS = get_type_hints(AlgorithmConfig)
 SETTINGS = [name for name in HINTS if name != "name"]
 
 
+NUMBERS = {
+    **{"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.5, "tau": 0.3, "entropy": 0.1},
+    **{"gamma": 0.9, "lam": 0.5, "value_coefficient": 0.3, "value_clip": 0.05},
+}
+NEEDS = {
+    "length": ["aggregation=constant"],
+    "correction_low": ["correction=icepop"],
+    "correction_high": ["correction=icepop"],
+}
+
+
 def others(setting: str) -> list[Any]:
     """Values beside the default: all of a choice, one of a number."""
     default, hint = getattr(AlgorithmConfig(), setting), HINTS[setting]
-    if get_origin(hint) is Literal:
-        return [value for value in get_args(hint) if value != default]
-    kinds = set(get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) - {NoneType}
-    assert kinds == {float}, f"{setting}: say here which other value a {hint} may have"
-    return [1.5 if default is None else default / 2]
+    for option in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+        if get_origin(option) is Literal:
+            return [value for value in get_args(option) if value != default]
+    return [{"length": 7, "correction_low": 0.9, "correction_high": 1.1, **NUMBERS}[setting]]
 
 
 def outcome(config: AlgorithmConfig) -> list[float]:
     """Advantages, loss and gradient on rewards and ratios of every kind."""
     algorithm = make_algorithm(config)
     rewards = torch.tensor([1.0, 0.0, 0.3, 0.3])
-    advantages = algorithm.advantages(rewards, torch.tensor([0, 0, 0, 1]))
+    advantages = torch.zeros(0)
+    if algorithm.advantages is not None:
+        advantages = algorithm.advantages(rewards, torch.tensor([0, 0, 0, 1]))
     logprobs = torch.tensor([0.3, 0.85, 1.0, 1.15, 3.0]).repeat(2).log().requires_grad_()
+    entropy = logprobs.exp()
     loss = algorithm.loss(
         logprobs,
         torch.zeros(10),
         torch.tensor([1.0, -1.0]).repeat_interleave(5),
         torch.ones(10, dtype=torch.bool),
-        sequence_ids=torch.arange(10) // 2,
+        sequence_ids=torch.tensor([0, 1, 1, 2, 2, 3, 4, 4, 4, 5]),
         denominator=10,
+        entropy=entropy,
     ).loss
     (gradient,) = torch.autograd.grad(loss, logprobs)
-    return [*advantages.tolist(), loss.item(), *gradient.tolist()]
+    seen = [*advantages.tolist(), loss.item(), *gradient.tolist()]
+    return seen if algorithm.critic is None else seen + criticised(algorithm.critic)
+
+
+def criticised(critic: Critic) -> list[float]:
+    """Advantages, loss and gradient of a critic whose values have moved."""
+    values = torch.tensor([0.5, 1.0, 1.0, 2.0, 3.0])
+    judged = judge(packed(), values, torch.tensor([9.0, 8.0]), critic)
+    now = (values + torch.tensor([0.3, -0.1, 0.1, -0.3, 0.0])).requires_grad_()
+    none = LossOutput(torch.zeros(()), {})
+    loss = with_values(none, critic, now, judged, torch.ones(5, dtype=torch.bool), 5).loss
+    (gradient,) = torch.autograd.grad(loss, now)
+    return [*judged.advantages.tolist(), loss.item(), *gradient.tolist()]
 
 
 def test_what_a_config_may_name_is_what_there_is() -> None:
     assert set(ALGORITHMS) == set(get_args(HINTS["name"]))
 
 
+def test_the_default_is_grpo_as_it_always_was() -> None:
+    """To the bit: clip 0.2 on both sides, deviation of the group, token mean."""
+    algorithm = make_algorithm(AlgorithmConfig())
+    random = torch.Generator().manual_seed(0)
+    behavior, noise, advantages = torch.randn(3, 50, generator=random)
+    rewards, groups = torch.rand(50, generator=random), torch.arange(50) // 8
+    assert algorithm.advantages is not None and algorithm.critic is None
+    assert torch.equal(algorithm.advantages(rewards, groups), group_relative(rewards, groups))
+    logprobs = (behavior + 0.3 * noise).requires_grad_()
+    mask = torch.rand(50, generator=random) < 0.8
+    whole = {"sequence_ids": groups, "denominator": 33}
+    got = algorithm.loss(logprobs, behavior, advantages, mask, **whole).loss
+    log_ratio = torch.where(mask, logprobs, 0.0) - torch.where(mask, behavior, 0.0)
+    ratio = torch.minimum(log_ratio, torch.tensor(20.0)).exp()
+    own = torch.where(mask, advantages, 0.0)
+    want = -torch.minimum(ratio * own, ratio.clamp(0.8, 1.2) * own).sum() / 33
+    assert got.item() == want.item() and got.dtype == torch.float32
+    gradients = [torch.autograd.grad(x, logprobs)[0] for x in (got, want)]
+    assert torch.equal(*gradients)
+
+
+def allowed(name: str, *texts: str) -> AlgorithmConfig | None:
+    """The config, or None where it is refused in one line that names a setting given."""
+    config = override_config(AlgorithmConfig(), [f"name={name}", *texts])
+    try:
+        make_algorithm(config)
+    except UserError as error:
+        assert "\n" not in str(error)
+        assert any(f"algorithm.{text}" in str(error) for text in texts), str(error)
+        return None
+    return config
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_setting_has_an_effect(name: str, setting: str) -> None:
+def test_every_setting_has_an_effect_or_is_refused(name: str, setting: str) -> None:
     """C20, from the command line's text to the numbers."""
-    plain = override_config(AlgorithmConfig(), [f"name={name}"])
+    needs = NEEDS.get(setting, [])
+    plain = allowed(name, *needs)
+    if plain is None:
+        assert setting.startswith("correction_") and name in ("k15", "k25")
+        return
     assert outcome(plain) == outcome(plain)
+    own = ALGORITHMS[name]
+    usual = {**own.settings, "aggregation": own.aggregation}.get(setting)
     assert others(setting)
     for value in others(setting):
-        changed = override_config(plain, [f"{setting}={value}"])
-        assert outcome(changed) != outcome(plain), value
+        changed = allowed(name, *needs, f"{setting}={value}")
+        refused = setting in (*GROUP, *CLIP, *CRITIC, "tau") and setting not in own.settings
+        refused |= setting == "correction" and own.pulled
+        assert (changed is None) == refused, value
+        if changed is not None:
+            assert (outcome(changed) != outcome(plain)) == (value != usual), value
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["length=5"], "algorithm.length=5 would have no effect: it needs algorithm.aggregation"),
+        (["correction_high=2"], "algorithm.correction_high=2.0 would have no effect: it needs"),
+        (
+            ["correction=icepop", "correction_low=6"],
+            "algorithm.correction_low=6.0 must be below algorithm.correction_high=5.0",
+        ),
+        (["name=k25", "correction=icepop"], "algorithm.correction=icepop does not go with"),
+        (
+            ["name=cispo", "dual_clip=3"],
+            "algorithm.dual_clip=3.0 would have no effect with algorithm.name=cispo: leave it out, "
+            "or choose one of ppo, grpo, dr_grpo, dapo, reinforce_pp, reinforce_pp_baseline",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(texts: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_algorithm(override_config(AlgorithmConfig(), texts))
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_every_correction_can_be_named() -> None:
+    assert {"none", *CORRECTIONS} == set(get_args(HINTS["correction"]))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_travels_to_other_processes(name: str) -> None:
+    """Ray pickles the loss for every rank."""
+    correction = "none" if name in ("k15", "k25") else "icepop"
+    made = make_algorithm(
+        override_config(AlgorithmConfig(), [f"name={name}", f"correction={correction}"])
+    )
+    again = pickle.loads(pickle.dumps(made.loss))
+    assert (again.correction is None) == (correction == "none")
+    assert made.decoupled == (correction != "none")
+
+
+def test_after_a_step_a_correction_weighs_by_the_policy_before_it() -> None:
+    loss = make_algorithm(override_config(AlgorithmConfig(), ["correction=token_truncate"])).loss
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    whole: Any = {"sequence_ids": torch.tensor([0]), "denominator": 1}
+    one, yes = torch.tensor([1.0]), torch.tensor([True])
+    for before, weight in ((None, 1.5), (torch.tensor([-1.1]), 1.5 * math.exp(-0.1))):
+        behavior = torch.tensor([-1.0 - math.log(1.5)])
+        out = loss(logprobs, behavior, one, yes, proximal_logprobs=before, **whole)
+        (gradient,) = torch.autograd.grad(out.loss, logprobs)
+        ratio = 1.0 if before is None else math.exp(0.1)
+        assert gradient.item() == pytest.approx(-weight * ratio, rel=1e-6)
+        assert float(out.metrics["correction_weight"]) == pytest.approx(weight, rel=1e-6)
+        assert float(out.metrics["ratio"]) == pytest.approx(1.5, rel=1e-6)

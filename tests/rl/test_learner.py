@@ -82,6 +82,43 @@ def test_any_split_gives_the_same_loss_gradient_and_weights(
     assert distance(after, weights(played, 1, "fake-0-packed")) < 1e-5
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("tokens", [1000, 1])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", ["gspo", "dr_grpo", "k15", "masked", "truncated"])
+def test_other_objectives_are_the_same_under_any_split(
+    played: Path, name: str, ranks: int, tokens: int, stage: int
+) -> None:
+    got, want = (
+        results(played, r, f"{name}-{k}") for r, k in ((ranks, f"{stage}-{tokens}"), (1, "0-1000"))
+    )
+    assert got.keys() == want.keys()
+    for key in want.keys() - {"lr", "expert_load_max"}:
+        assert got[key] == pytest.approx(want[key], rel=1e-4, abs=1e-6), key
+    if name in ("masked", "truncated"):
+        assert 0 < want["correction_removed"] < 1 and want["log_ratio_first"] > 0.1
+    after, whole = (
+        weights(played, r, f"{name}-{k}") for r, k in ((ranks, f"{stage}-{tokens}"), (1, "0-1000"))
+    )
+    assert distance(after, whole) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("tokens", [1000, 1])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_critic_judges_and_learns_alike_under_any_split(
+    played: Path, ranks: int, tokens: int, stage: int
+) -> None:
+    got, want = results(played, ranks, f"ppo-{stage}-{tokens}"), results(played, 1, "ppo-0-1000")
+    for mine, other in zip(got, want, strict=True):
+        assert mine["value_loss"] > 0 and 0 < other["grad_norm"] < 100
+        for key in ("loss", "value_loss", "value_clip_fraction", "kl", "entropy"):
+            assert mine[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+    after, whole = weights(played, ranks, f"ppo-{stage}-{tokens}"), weights(played, 1, "ppo-0-1000")
+    assert distance(after, whole) < 1e-4
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("count", [8, 10])
 def test_accumulation_changes_neither_scale_nor_later_steps(

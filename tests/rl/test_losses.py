@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from farhorizon.rl.losses import grpo, nll
 
 
-def _grpo(advantage: float, ratio: float, **kwargs: float) -> tuple[float, float, float]:
+def _grpo(advantage: float, ratio: float, **kwargs: Any) -> tuple[float, float, float]:
     """Loss, gradient with respect to the log-prob, and clip fraction of a single token."""
     logprobs = torch.tensor([math.log(ratio) - 1.0], requires_grad=True)
     out = grpo(

@@ -44,6 +44,13 @@ from farhorizon.rollout.sync import WeightReceiver
 RANK, RANKS, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 LOSS = make_algorithm(AlgorithmConfig()).loss
 PACKED, SINGLE = 1000, 1  # micro_batch_tokens: all in one, or one sequence each
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gspo": {"name": "gspo", "clip_low": 0.1, "clip_high": 0.2, "entropy": 0.1},
+    "dr_grpo": {"name": "dr_grpo", "length": 10},
+    "k15": {"name": "k15", "tau": 0.3},
+    "masked": {"correction": "sequence_mask", "correction_low": 0.1},
+    "truncated": {"name": "reinforce", "correction": "token_truncate", "correction_high": 1.1},
+}
 
 
 def samples(step: int, vocab: int = 11) -> list[Sample]:
@@ -370,6 +377,7 @@ def seen(out: dict[str, Any]) -> None:
             blind = Share(
                 tuple(replace(b, images=()) for b in own_share.micro_batches),
                 own_share.denominator,
+                own_share.sequences,
             )
             results[-1] = {**results[-1], "nll": own.evaluate(own_share)}
             results[-1]["blind"] = own.evaluate(blind)
@@ -464,6 +472,45 @@ def with_muon(out: dict[str, Any]) -> None:
         out["no-latent-attention"] = str(error)
 
 
+def algorithms(out: dict[str, Any]) -> None:
+    """Losses that look at whole sequences, at the policy before the steps, and at entropy."""
+    for name, changes in ALGORITHMS.items():
+        made = make_algorithm(AlgorithmConfig(**changes))  # type: ignore[arg-type]
+        for stage in (0, 3):
+            for tokens in (PACKED, SINGLE):
+                own = learner(FakePolicy(), stage, eps=1e-3)
+                steps = [share(step, tokens) for step in range(2)]
+                key = f"{name}-{stage}-{tokens}"
+                out[key] = own.update(steps, made.loss, made.decoupled).metrics
+                keep(key, state(own))
+
+
+def with_critic(out: dict[str, Any]) -> None:
+    """PPO on rewards at the end of each sequence, some of which were cut off."""
+    made = make_algorithm(AlgorithmConfig(name="ppo", gamma=0.9, lam=0.8))
+    for stage in (0, 3):
+        for tokens in (PACKED, SINGLE):
+            policy = tiny_policy()
+            policy.v_head = ValueHead(32)
+            torch.nn.init.normal_(policy.v_head.summary.weight)
+            own = learner(policy, stage, eps=1e-3)
+            results = []
+            for update in range(2):
+                steps = [
+                    shares([_rewarded(s) for s in samples(2 * update + k, 64)], RANKS, tokens)[RANK]
+                    for k in range(2)
+                ]
+                results.append(own.update(steps, made.loss, made.decoupled, made.critic).metrics)
+            out[f"ppo-{stage}-{tokens}"] = results
+            keep(f"ppo-{stage}-{tokens}", state(own))
+
+
+def _rewarded(sample: Sample) -> Sample:
+    rewards = np.zeros(len(sample))
+    rewards[-1] = sample.id % 3
+    return replace(sample, rewards=rewards, terminated=sample.id % 2 == 0)
+
+
 SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     layouts,
     accumulated,
@@ -477,6 +524,8 @@ SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     seen,
     valued,
     with_muon,
+    algorithms,
+    with_critic,
 ]
 
 

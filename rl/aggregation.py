@@ -1,0 +1,51 @@
+"""How the losses of tokens make one number: over tokens, over sequences, or over a constant."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .ratio import check, masked, sequence_sums
+
+Aggregation = Literal["token", "sequence", "constant"]
+
+
+def token_weights(
+    mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    aggregation: Aggregation,
+    tokens: int,
+    sequences: int,
+    length: int,
+) -> Tensor | None:
+    """Weights [T] under which a sum over tokens, divided by ``tokens``, is the mean asked for.
+
+    ``tokens`` and ``sequences`` are those of the whole optimizer step that are trained, so that
+    the split into micro-batches and ranks does not matter. ``"token"``: all tokens weigh the same
+    (None), DAPO, arXiv:2503.14476 equation 12. ``"sequence"``: a mean over sequences of the mean
+    over each one's tokens, GRPO, arXiv:2402.03300 equation 3. ``"constant"``: a mean over
+    sequences of their sums divided by the constant ``length``, Dr. GRPO, arXiv:2503.20783
+    section 3.2.
+    """
+    check(mask, sequence_ids)
+    if aggregation == "token":
+        return None
+    _, counts = sequence_sums(mask.double(), mask, sequence_ids)
+    if aggregation == "sequence":
+        return tokens / sequences / counts.clamp(min=1)
+    return counts.new_full(counts.shape, tokens / sequences / length)
+
+
+def mean(values: Tensor, weights: Tensor | None, mask: Tensor, denominator: int) -> Tensor:
+    """The weighed sum of ``values`` (0 outside of the mask), divided by ``denominator``.
+
+    ``weights`` None are 1. They give no gradient; one of 0 removes whatever its token has.
+    """
+    if weights is not None:
+        check(values, weights, mask)
+        weights = masked(weights.detach(), mask).to(values.dtype)
+        values = torch.where(weights == 0, 0.0, values * weights)
+    return values.sum() / denominator

@@ -1,0 +1,90 @@
+"""What is added to an objective or to rewards: distance to a reference policy, and entropy.
+
+All arrays are per token, [T]; sums are divided by ``denominator``, the number of trained tokens
+of the whole optimizer step. The reference is a policy that stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from .aggregation import mean
+from .ratio import bounded, check, difference, masked
+from .types import LossOutput
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(
+    logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, *, estimator: Estimator
+) -> Tensor:
+    """KL(policy || reference) from one sample per token, 0 outside of the mask; differentiable.
+
+    Schulman 2020, "Approximating KL divergence", with d = log(policy / reference):
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. k1 and k3 have the right mean, k2 and k3 are never
+    negative. The gradient of an estimate is not an estimate of the gradient: see `kl_loss`.
+    """
+    check(logprobs, reference_logprobs, mask)
+    log_ratio = difference(logprobs, reference_logprobs.detach(), mask)
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    return bounded(-log_ratio).exp() - 1 + log_ratio
+
+
+def kl_loss(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    denominator: int,
+    estimator: Estimator = "k3",
+    gradient: Literal["right", "own"] = "right",
+    weights: Tensor | None = None,
+) -> LossOutput:
+    """KL(policy || reference) for the loss, to be multiplied by its coefficient.
+
+    ``gradient="right"`` is ``log(policy / reference) * grad logprob``, the gradient of the KL
+    itself on samples of the policy, whatever estimator gives the value; it is that of k2
+    (arXiv:2506.09477). ``"own"`` is that of the estimator, as GRPO, arXiv:2402.03300 equation 4,
+    has it for k3: that of k1 is 0 on average and does nothing, that of k3 is the gradient of
+    KL(reference || policy). For samples of another policy give the importance ratio as
+    ``weights`` [T], without gradient.
+    """
+    value = kl_estimate(logprobs, reference_logprobs, mask, estimator=estimator)
+    if gradient == "right":
+        slope = kl_estimate(logprobs, reference_logprobs, mask, estimator="k2")
+        value = value.detach() + (slope - slope.detach())
+    return LossOutput(
+        loss=mean(value, weights, mask, denominator),
+        metrics={"reference_kl": value.detach().sum() / denominator},
+    )
+
+
+def kl_reward(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    coefficient: float,
+    estimator: Estimator = "k1",
+) -> Tensor:
+    """What to add to the reward of each token, ``-coefficient * KL``, without gradient [T].
+
+    arXiv:2203.02155 equation 2, per token. Policy gradients turn a reward k1 into the gradient of
+    the KL; k2 and k3 in the reward are biased.
+    """
+    estimate = kl_estimate(logprobs, reference_logprobs, mask, estimator=estimator)
+    return -coefficient * estimate.detach()
+
+
+def entropy_bonus(
+    entropy: Tensor, mask: Tensor, *, denominator: int, weights: Tensor | None = None
+) -> LossOutput:
+    """Minus the mean entropy, to be multiplied by its coefficient: arXiv:1707.06347 equation 9."""
+    check(entropy, mask)
+    value = masked(entropy, mask)
+    return LossOutput(loss=-mean(value, weights, mask, denominator), metrics={})

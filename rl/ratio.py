@@ -1,0 +1,70 @@
+"""How far two policies are apart on sampled tokens: ratios per token and per sequence.
+
+All arrays are per token, [T]. What stands outside of ``mask`` may be anything, NaN included, and
+gets a gradient of exactly 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# exp(20) = 5e8: far beyond any clip range, and still finite when squared in fp32.
+MAX_LOG_RATIO = 20.0
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """Values under the mask, 0 elsewhere, with a gradient of exactly 0 there."""
+    return torch.where(mask, values, torch.zeros_like(values))
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """The log-ratio where its exponential is far from overflow, else `MAX_LOG_RATIO`."""
+    # Not clamp: that would turn a NaN into a gradient of 0, and the fault would go unseen.
+    return torch.minimum(log_ratio, log_ratio.new_tensor(MAX_LOG_RATIO))
+
+
+def difference(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+    """Log-ratio of the policy to the reference, 0 outside of the mask, as large as it is."""
+    return masked(logprobs, mask) - masked(reference, mask)
+
+
+def sequence_sums(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """For every token the sum over its sequence's masked ``values``, and their number; fp64 [T].
+
+    Sequences must be whole: tokens of one id in two calls would be two sequences.
+    """
+    names, index = torch.unique(sequence_ids, return_inverse=True)
+    empty = torch.zeros(len(names), dtype=torch.float64, device=values.device)
+    sums = empty.index_add(0, index, masked(values, mask).double())
+    counts = empty.index_add(0, index, mask.double())
+    return sums[index], counts[index]
+
+
+def sequence_means(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    """For every token the mean over its sequence's masked ``values``, 0 where it has none."""
+    sums, counts = sequence_sums(values, mask, sequence_ids)
+    return (sums / counts.clamp(min=1)).to(values.dtype)
+
+
+def distance(
+    log_ratio: Tensor, mask: Tensor, denominator: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Metrics and maxima of a bounded log-ratio that is 0 outside of the mask.
+
+    ``ratio``, ``log_ratio_abs``, ``kl`` (of the reference from the policy, the estimator
+    ratio - 1 - log ratio) are sums over tokens divided by ``denominator``; ``log_ratio_max``.
+    """
+    log_ratio = log_ratio.detach()
+    ratio = log_ratio.exp()
+    metrics = {
+        "ratio": masked(ratio, mask).sum() / denominator,
+        "log_ratio_abs": log_ratio.abs().sum() / denominator,
+        "kl": (ratio - 1 - log_ratio).sum() / denominator,
+    }
+    return metrics, {"log_ratio_max": log_ratio.abs().max()}
+
+
+def check(first: Tensor, *others: Tensor) -> None:
+    """All arrays are per token, of one length."""
+    assert first.ndim == 1 and all(x.shape == first.shape for x in others)

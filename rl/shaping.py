@@ -1,0 +1,46 @@
+"""Rewards of trajectories changed by their length, before advantages are taken; all arrays [N].
+
+Lengths are numbers of sampled tokens. Rewards that are not finite stay as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def overlong(lengths: Tensor, *, limit: int, buffer: int) -> Tensor:
+    """Soft overlong punishment, to be added to rewards: 0 down to -1 over the last ``buffer``
+    tokens below ``limit``, and -1 above.
+
+    DAPO, arXiv:2503.14476 equation 13.
+    """
+    assert lengths.ndim == 1 and 0 < buffer <= limit
+    return ((limit - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0)
+
+
+def budgeted(rewards: Tensor, lengths: Tensor, *, budgets: Tensor) -> Tensor:
+    """Rewards, and -1 where a trajectory is longer than its budget: K3's effort control.
+
+    ``budgets`` are tau_b * b0 of each task: a multiplier of the tokens that the first policy took.
+    """
+    assert rewards.ndim == 1 and rewards.shape == lengths.shape == budgets.shape
+    over = (lengths > budgets) & torch.isfinite(rewards)
+    return torch.where(over, torch.full_like(rewards, -1.0), rewards)
+
+
+def length_reward(lengths: Tensor, correct: Tensor, group_ids: Tensor) -> Tensor:
+    """K1.5's length reward, to be added to rewards: 0.5 for the shortest of a group down to -0.5
+    for the longest, and for wrong answers at most 0; 0 where all are equally long.
+
+    arXiv:2501.12599 section 2.3.3; ``correct`` is bool.
+    """
+    assert lengths.ndim == 1 and lengths.shape == correct.shape == group_ids.shape
+    values = torch.zeros(lengths.shape, dtype=torch.float64, device=lengths.device)
+    for group in torch.unique(group_ids):
+        members = torch.nonzero(group_ids == group).flatten()
+        own = lengths[members].double()
+        spread = own.max() - own.min()
+        if spread > 0:
+            values[members] = 0.5 - (own - own.min()) / spread
+    return torch.where(correct, values, values.clamp(max=0.0))

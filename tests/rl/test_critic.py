@@ -1,0 +1,164 @@
+"""Advantages and returns of a critic on packed tokens, by hand."""
+
+from __future__ import annotations
+
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from farhorizon.rl.batch import samples_of_groups, shares
+from farhorizon.rl.critic import Critic, Judged, judge, whiten_over_ranks, with_values
+from farhorizon.rl.types import LossOutput, MicroBatch
+from farhorizon.rollout.types import Group, StopReason, Trajectory
+
+from .test_batch import given, sampled
+
+CRITIC = Critic(gamma=0.5, lam=0.5, value_coefficient=0.1, value_clip=0.2)
+
+
+def packed() -> MicroBatch:
+    """Two turns that terminate (tokens 2, 5 and 6 sampled), and one that is cut off (8 and 9)."""
+    mask = np.array([0, 0, 1, 0, 0, 1, 1, 0, 1, 1], np.bool_)
+    rewards = np.array([0, 0, 1, 0, 0, 0, 2, 0, 0, 4], np.float64)
+    ids = np.array([0] * 7 + [1] * 3)
+    none = np.zeros(10, np.float32)
+    return MicroBatch(
+        input_ids=ids,
+        cu_seqlens=np.array([0, 7, 10], np.int32),
+        loss_mask=mask,
+        behavior_logprobs=none,
+        advantages=none,
+        sequence_ids=ids,
+        rewards=rewards,
+        terminated=np.array([True, False]),
+    )
+
+
+def test_advantages_cross_tool_text_and_stop_at_the_end_of_a_sequence() -> None:
+    values = torch.tensor([0.5, 1.0, 1.0, 2.0, 3.0])
+    got = judge(packed(), values, torch.tensor([9.0, 8.0]), CRITIC)
+    # token 6: 2 - 1 = 1; token 5: 0 + 0.5 - 1 + 0.25 = -0.25; token 2: 1 + 0.5 - 0.5 - 0.0625
+    # token 9: 4 + 0.5 * 8 - 3 = 5; token 8: 0 + 1.5 - 2 + 1.25 = 0.75
+    assert got.advantages.tolist() == [0.9375, -0.25, 1.0, 0.75, 5.0]
+    assert got.returns.tolist() == [1.4375, 0.75, 2.0, 2.75, 8.0]
+    assert got.values.tolist() == values.tolist()
+
+
+def test_the_last_sequence_may_be_the_one_that_terminates() -> None:
+    """The same two sequences in the other order have the same advantages."""
+    one = packed()
+    order = np.array([7, 8, 9, 0, 1, 2, 3, 4, 5, 6])
+    assert one.rewards is not None and one.terminated is not None
+    other = replace(
+        one,
+        cu_seqlens=np.array([0, 3, 10], np.int32),
+        loss_mask=one.loss_mask[order],
+        rewards=one.rewards[order],
+        terminated=one.terminated[::-1].copy(),
+    )
+    values = torch.tensor([2.0, 3.0, 0.5, 1.0, 1.0])
+    got = judge(other, values, torch.tensor([8.0, 9.0]), CRITIC)
+    assert got.advantages.tolist() == [0.75, 5.0, 0.9375, -0.25, 1.0]
+
+
+def whitened(*ranks: list[float]) -> list[list[float]]:
+    """What each of these ranks gets, as threads that exchange their sums; [] has no tokens."""
+    barrier = threading.Barrier(len(ranks))
+    sent: list[torch.Tensor] = [torch.zeros(0)] * len(ranks)
+
+    def one(rank: int) -> list[float]:
+        def reduce(tensors: list[torch.Tensor], op: str = "sum") -> None:
+            sent[rank] = tensors[0].clone()
+            barrier.wait(10)
+            both = torch.stack(sent)
+            barrier.wait(10)
+            tensors[0].copy_(both.sum(0) if op == "sum" else both.amax(0))
+
+        given = torch.tensor(ranks[rank], dtype=torch.float64)
+        mine = [Judged(given * 0 + 7, given, given + 7)] if ranks[rank] else []
+        made = whiten_over_ranks(mine, reduce, torch.device("cpu"))
+        for judged in made:
+            assert judged.values.tolist() == [7.0] * len(given)
+            assert judged.returns.tolist() == [x + 7 for x in ranks[rank]]
+        return [x for judged in made for x in judged.advantages.tolist()]
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(one, range(len(ranks))))
+
+
+def test_whitening_pools_what_all_ranks_have() -> None:
+    """C03: a rank without tokens takes part and changes nothing."""
+    left, right = whitened([1.0, 3.0], [5.0, 7.0])
+    assert left == pytest.approx([-3 / math.sqrt(5), -1 / math.sqrt(5)])
+    assert right == pytest.approx([1 / math.sqrt(5), 3 / math.sqrt(5)])
+    assert whitened([1.0, 3.0], []) == [[-1.0, 1.0], []]
+    assert whitened([], [-1.0, -3.0]) == [[], [1.0, -1.0]]
+    assert whitened([0.3, 0.3], [0.1 + 0.2]) == [[0.0, 0.0], [0.0]]
+    assert whitened([0.3], [0.5]) == [[pytest.approx(-1.0)], [pytest.approx(1.0)]]
+    assert whitened([-2.0]) == [[0.0]]
+    assert whitened([], []) == [[], []]
+
+
+def test_the_critics_loss_is_added() -> None:
+    values = torch.tensor([1.5, 0.0], requires_grad=True)
+    before = Judged(*(torch.tensor([x, 0.0], dtype=torch.float64) for x in (1.4, 9.0, 3.0)))
+    out = with_values(
+        LossOutput(torch.tensor(10.0), {"kl": torch.tensor(1.0)}),
+        CRITIC,
+        values,
+        before,
+        torch.tensor([True, False]),
+        4,
+    )
+    assert out.loss.item() == pytest.approx(10 + 0.1 * 1.5**2 / 2 / 4)
+    assert torch.autograd.grad(out.loss, values)[0].tolist() == pytest.approx([-0.0375, 0.0])
+    assert {"kl", "value_loss", "value_clip_fraction"} == set(out.metrics)
+
+
+def episode(sibling: int, stop: StopReason, *rewards: float) -> Trajectory:
+    return Trajectory(
+        task_id="t",
+        sibling=sibling,
+        segments=(given([1, 2]), sampled([3, 4]), given([5]), sampled([6, 7, 8]), given([9])),
+        turn_rewards=rewards,
+        reward=None if stop is StopReason.ERROR else sum(rewards),
+        success=False,
+        stop=stop,
+        turns=len(rewards),
+    )
+
+
+def test_rewards_stand_on_the_last_token_of_their_turn() -> None:
+    group = Group(
+        "t",
+        (
+            episode(0, StopReason.TERMINATED, 0.5, 1.0),
+            episode(1, StopReason.TURN_LIMIT, 0.5, 1.0),
+            episode(2, StopReason.CONTEXT_LIMIT, 0.5),
+            episode(3, StopReason.ERROR, 0.5),
+        ),
+    )
+    (samples,), stats = samples_of_groups([group], None)
+    assert [s.id for s in samples] == [0, 1, 2]  # equal rewards too have something to teach
+    assert stats.groups_without_variance == 0 and stats.without_reward == 1
+    for sample, last in zip(samples, (1.0, 1.0, 0.0), strict=True):
+        assert sample.rewards is not None
+        assert sample.rewards.tolist() == [0, 0, 0, 0.5, 0, 0, 0, last]
+        assert not sample.advantages.any()
+    assert [s.terminated for s in samples] == [True, False, False]
+    (share,) = shares(samples, 1, 100)
+    (batch,) = share.micro_batches
+    assert batch.rewards is not None and batch.terminated is not None
+    assert batch.rewards.tolist() == [0, 0, 0, 0.5, 0, 0, 0, 1] * 2 + [0, 0, 0, 0.5, 0, 0, 0, 0]
+    assert batch.terminated.tolist() == [True, False, False]
+    assert samples_of_groups([Group("t", (episode(0, StopReason.ERROR),))], None)[0] == []
+
+
+def test_rewards_beyond_the_sampled_turns_are_kept() -> None:
+    trajectory = episode(0, StopReason.TERMINATED, 0.5, 1.0, 2.0)
+    assert trajectory.rewards.tolist() == [0, 0, 0, 0.5, 0, 0, 0, 3.0, 0]

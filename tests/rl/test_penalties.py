@@ -1,0 +1,164 @@
+"""KL to a reference, entropy and the critic's loss, on numbers one can check by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from farhorizon.rl.losses import value_loss
+from farhorizon.rl.penalties import Estimator, entropy_bonus, kl_estimate, kl_loss, kl_reward
+
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+APART = [-1.5, -0.2, 0.0, 0.3, 2.0]  # log(policy / reference)
+HAND = {
+    "k1": [(d, 1.0) for d in APART],
+    "k2": [(d * d / 2, d) for d in APART],
+    "k3": [(math.exp(-d) - 1 + d, 1 - math.exp(-d)) for d in APART],
+}
+
+
+def tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Policy, reference and mask, with a masked NaN in front."""
+    reference = torch.linspace(-3, -1, 5, dtype=torch.float64)
+    policy = reference + torch.tensor(APART, dtype=torch.float64)
+    nan = torch.tensor([math.nan], dtype=torch.float64)
+    mask = torch.tensor([False] + [True] * 5)
+    return torch.cat([nan, policy]), torch.cat([nan, reference]), mask
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("gradient", ["own", "right"])
+def test_values_and_gradients_by_hand(estimator: Estimator, gradient: Any) -> None:
+    policy, reference, mask = tokens()
+    policy.requires_grad_()
+    out = kl_loss(policy, reference, mask, denominator=4, estimator=estimator, gradient=gradient)
+    (slopes,) = torch.autograd.grad(out.loss, policy)
+    values = sum(value for value, _ in HAND[estimator]) / 4
+    assert out.loss.item() == pytest.approx(values, rel=1e-12)
+    assert float(out.metrics["reference_kl"]) == pytest.approx(values, rel=1e-12)
+    kind = estimator if gradient == "own" else "k2"
+    want = [0.0, *(slope / 4 for _, slope in HAND[kind])]
+    assert slopes.tolist() == pytest.approx(want, rel=1e-12)
+
+
+def distributions() -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 5, generator=random, dtype=torch.float64)
+    return logits[0], logits[1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_expected_gradient_in_the_loss_is_that_of_the_kl(estimator: Estimator) -> None:
+    """Every token once, weighed by its probability: the expectation without sampling."""
+    logits, reference = distributions()
+    logits.requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    kl = (logprobs.exp() * (logprobs - reference)).sum()
+    (want,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    yes = torch.ones(5, dtype=torch.bool)
+
+    def gradient(kind: Any) -> torch.Tensor:
+        out = kl_loss(
+            logprobs,
+            reference,
+            yes,
+            denominator=1,
+            estimator=estimator,
+            gradient=kind,
+            weights=logprobs.exp(),
+        )
+        return torch.autograd.grad(out.loss, logits, retain_graph=True)[0]
+
+    assert torch.allclose(gradient("right"), want, rtol=1e-10)
+    if estimator == "k1":
+        assert torch.allclose(gradient("own"), torch.zeros(5, dtype=torch.float64), atol=1e-15)
+    if estimator == "k3":
+        forward = (reference.exp() * (reference - logits.log_softmax(-1))).sum()
+        (other,) = torch.autograd.grad(forward, logits)
+        assert torch.allclose(gradient("own"), other, rtol=1e-10)
+    if estimator != "k2":
+        weighed = (
+            logprobs.detach().exp() * kl_estimate(logprobs, reference, yes, estimator=estimator)
+        ).sum()
+        assert weighed.item() == pytest.approx(kl.item(), rel=1e-10)  # an unbiased value
+
+
+def test_k1_in_the_reward_gives_the_gradient_of_the_kl() -> None:
+    logits, reference = distributions()
+    logits.requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    (want,) = torch.autograd.grad(
+        0.3 * (logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True
+    )
+    yes = torch.ones(5, dtype=torch.bool)
+    rewards = kl_reward(logprobs, reference, yes, coefficient=0.3)
+    assert not rewards.requires_grad
+    surrogate = -(logprobs.detach().exp() * rewards * logprobs).sum()
+    (got,) = torch.autograd.grad(surrogate, logits)
+    assert torch.allclose(got, want, rtol=1e-10)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_kl_in_the_reward_by_hand(estimator: Estimator) -> None:
+    policy, reference, mask = tokens()
+    got = kl_reward(policy, reference, mask, coefficient=0.5, estimator=estimator)
+    want = [0.0, *(-0.5 * value for value, _ in HAND[estimator])]
+    assert got.tolist() == pytest.approx(want, rel=1e-12)
+
+
+def test_a_reference_that_finds_a_token_far_likelier_stays_finite() -> None:
+    policy = torch.tensor([-1e4], requires_grad=True)
+    out = kl_loss(policy, torch.tensor([-1.0]), torch.tensor([True]), denominator=1)
+    (gradient,) = torch.autograd.grad(out.loss, policy)
+    assert out.loss.isfinite() and gradient.item() == pytest.approx(1 - 1e4)
+
+
+def test_entropy_bonus_by_hand() -> None:
+    entropy = torch.tensor([1.0, math.nan, 3.0], requires_grad=True)
+    mask = torch.tensor([True, False, True])
+    out = entropy_bonus(entropy, mask, denominator=8)
+    (gradient,) = torch.autograd.grad(out.loss, entropy)
+    assert out.loss.item() == -0.5 and gradient.tolist() == [-0.125, 0.0, -0.125]
+    weighed = entropy_bonus(entropy, mask, denominator=8, weights=torch.tensor([2.0, 9.0, 0.0]))
+    assert weighed.loss.item() == -0.25
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss", "slope"),
+    [
+        (1.0, 1.0, 3.0, 2.0, -2.0),  # has not moved
+        (1.5, 1.0, 3.0, 1.62, 0.0),  # too far towards the target: (1.2 - 3)^2 / 2
+        (0.5, 1.0, 3.0, 3.125, -2.5),  # away from it: its own error is the larger
+        (1.1, 1.0, 1.1, 0.0, 0.0),
+    ],
+)
+def test_value_loss_by_hand(
+    value: float, old: float, target: float, loss: float, slope: float
+) -> None:
+    nan = math.nan
+    values = torch.tensor([nan, value], dtype=torch.float64, requires_grad=True)
+    out = value_loss(
+        values,
+        torch.tensor([nan, old], dtype=torch.float64),
+        torch.tensor([nan, target], dtype=torch.float64),
+        torch.tensor([False, True]),
+        denominator=4,
+    )
+    (gradient,) = torch.autograd.grad(out.loss, values)
+    assert out.loss.item() == pytest.approx(loss / 4)
+    assert gradient.tolist() == pytest.approx([0.0, slope / 4])
+    assert float(out.metrics["value_clip_fraction"]) == (0.25 if slope == 0.0 < loss else 0.0)
+    assert float(out.metrics["value_loss"]) == pytest.approx((value - target) ** 2 / 8)
+    assert not any(metric.requires_grad for metric in out.metrics.values())
+
+
+def test_value_loss_without_clip_is_half_the_square() -> None:
+    values = torch.tensor([1.5], requires_grad=True)
+    out = value_loss(
+        values, values * 0, torch.tensor([3.0]), torch.tensor([True]), denominator=1, clip=None
+    )
+    (gradient,) = torch.autograd.grad(out.loss, values)
+    assert out.loss.item() == pytest.approx(1.125) and gradient.item() == pytest.approx(-1.5)
