@@ -87,6 +87,7 @@ class LearnerConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 = torch autocast, fp32 masters
     micro_batch_tokens: int = 8192
     minibatches: int = 1  # optimizer steps per rollout batch
+    replay: Literal["off", "rollout", "learner"] = "off"  # whose choice of experts it learns with
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices; AdamW for the rest
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)

@@ -108,7 +108,12 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
         )
         stack.callback(learner.close)
         pool = RolloutPool(
-            str(run.checkpoint), config.env, config.rollout, config.context, config.seed
+            str(run.checkpoint),
+            config.env,
+            config.rollout,
+            config.context,
+            config.seed,
+            record_routes=config.learner.replay == "rollout",
         )
         stack.callback(pool.close)
         if run.saved is not None:

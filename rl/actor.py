@@ -174,6 +174,8 @@ class LearnerGroup:
         if not kept:
             return UpdateResult(metrics, self.version, skipped=True)
         metrics["staleness_max"] = self.version - stats.oldest_version
+        if self.config.replay == "rollout":
+            metrics["routes_known"] = batch.routes_known(kept)
         steps = batch.deal(kept, self.config.minibatches)
         return self._update(
             [self._shares(samples) for samples in steps],

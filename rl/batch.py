@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..policy.images import Placed
+from ..policy.routing import Routes
 from ..rollout.types import Group, Trajectory
 from .algorithms import AdvantageFunction
 from .types import MicroBatch, Sample, Share
@@ -91,6 +92,13 @@ def samples_of_groups(
     return [group for group in kept if group], stats
 
 
+def routes_known(groups: Sequence[list[Sample]]) -> float:
+    """Share of tokens, trained or not, whose routes the rollout recorded."""
+    samples = [sample for group in groups for sample in group]
+    known = sum(int(s.routes.known.sum()) for s in samples if s.routes is not None)
+    return known / sum(map(len, samples))
+
+
 def samples_of_text(sequences: Iterable[np.ndarray]) -> list[Sample]:
     """Samples in which every token but the first is trained; shorter sequences are left out."""
     samples = []
@@ -144,6 +152,7 @@ def _sample(number: int, trajectory: Trajectory, advantage: float) -> Sample:
     trained = np.flatnonzero(mask)
     end = int(trained[-1]) + 1 if len(trained) else 0  # nothing after it matters to the loss
     mask = mask[:end]
+    routes = trajectory.routes
     return Sample(
         id=number,
         token_ids=trajectory.token_ids[:end].astype(np.int64),
@@ -151,6 +160,7 @@ def _sample(number: int, trajectory: Trajectory, advantage: float) -> Sample:
         behavior_logprobs=np.where(mask, trajectory.logprobs[:end], 0).astype(np.float32),
         advantages=np.where(mask, advantage, 0).astype(np.float32),
         images=tuple(image for image in trajectory.images if image.start < end),
+        routes=None if routes is None else routes.first(end),
     )
 
 
@@ -205,4 +215,5 @@ def _pack(samples: Sequence[Sample]) -> MicroBatch:
         ),
         rewards=np.concatenate(rewards) if rewards else None,
         terminated=np.array([s.terminated for s in samples]) if rewards else None,
+        routes=Routes.join([s.routes for s in samples], lengths),
     )

@@ -2,13 +2,14 @@
 
 The routing thresholds are part of the policy but not of its gradient. Their statistics come from
 the training forwards of one optimizer step and from nothing else: backward (which may recompute
-forwards), scoring and evaluation run outside of the counting context, padding batches too.
+forwards), scoring and evaluation run outside of the counting context, padding batches too. Under
+routing replay they come from a forward of their own, which routes freely.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from ..configs.errors import RunFailed, UserError
 from ..configs.schema import LearnerConfig
 from ..policy.images import Placed
 from ..policy.qk_clip import clip_factors, forget, logit_maxima, watched_logits
+from ..policy.routing import Recording, Routed, Routes
 from .algorithms import LossFunction
 from .critic import Critic, Judged, judge, whiten_over_ranks, with_values
 from .engine import Engine
@@ -39,10 +41,11 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class Before:
     """What the policy said of a micro-batch before the update: log-probs of its trained tokens [R],
-    and what a critic made of their rewards."""
+    what a critic made of their rewards, and the routes, if they are to be replayed."""
 
     logprobs: Tensor
     judged: Judged | None
+    routes: Routes | None
 
 
 class Learner:
@@ -59,6 +62,11 @@ class Learner:
             raise UserError(
                 f"learner.qk_clip={config.qk_clip:g} would have no effect: the policy has no "
                 "latent attention; leave it out"
+            )
+        if config.replay != "off" and not (isinstance(policy, Routed) and policy.routers()):
+            raise UserError(
+                f"learner.replay={config.replay} would have no effect: the policy has no experts; "
+                "leave it out"
             )
 
     def update(
@@ -82,7 +90,8 @@ class Learner:
         bad_tensor: str | None = None
         before: Sequence[Sequence[Before | None]]
         # With a single step the forward that learns gives the log-probs itself.
-        if critic is not None or (decoupled and len(steps) > 1):
+        replayed = self.config.replay == "learner"
+        if critic is not None or ((decoupled or replayed) and len(steps) > 1):
             before = self._before(steps, critic)
         else:
             before = [[None] * len(share.micro_batches) for share in steps]
@@ -92,7 +101,8 @@ class Learner:
             bad_tensor = bad_tensor or bad
         applied = [values for values in metrics if values["skipped_steps"] == 0]
         self.version += bool(applied)
-        result = {k: _combined(k, [m[k] for m in applied or metrics]) for k in metrics[0]}
+        told = applied or metrics
+        result = {k: _combined(k, [m[k] for m in told]) for k in told[0]}
         result["skipped_steps"] = len(metrics) - len(applied)
         if "log_ratio_abs" in metrics[0]:
             result["log_ratio_first"] = metrics[0]["log_ratio_abs"]
@@ -137,15 +147,38 @@ class Learner:
         ]
 
     def _known(self, batch: MicroBatch, critic: Critic | None) -> Before:
+        count, routes = len(_positions(batch)), None
+        more = None if critic is None else batch.cu_seqlens[1:] - 1
+        if self.config.replay == "learner" and not batch.padding:
+            with self.policy.recorded_routes() as recording:
+                out = self._forward(batch, last=False, more=more)
+                routes = Routes(recording.take(), np.ones(len(batch.input_ids), np.bool_))
+        else:
+            with self._replayed(self._routes(batch, None)):
+                out = self._forward(batch, last=False, more=more)
         if critic is None:
-            return Before(self._forward(batch, last=False).logprobs, None)
-        count = len(_positions(batch))
-        out = self._forward(batch, last=False, more=batch.cu_seqlens[1:] - 1)
+            return Before(out.logprobs, None, routes)
         assert out.values is not None, "a critic needs a value head"
         judged = None
         if not batch.padding:
             judged = judge(batch, out.values[:count], out.values[count:], critic)
-        return Before(out.logprobs[:count], judged)
+        return Before(out.logprobs[:count], judged, routes)
+
+    def _routes(self, batch: MicroBatch, before: Before | None) -> Routes | None:
+        """The routes that a micro-batch is learned from, if there are any."""
+        if self.config.replay == "rollout":
+            return batch.routes
+        return None if before is None else before.routes
+
+    def _replayed(self, routes: Routes | None) -> AbstractContextManager[None]:
+        return nullcontext() if routes is None else self.policy.replayed_routes(routes)
+
+    def _count_free(self, batch: MicroBatch, routes: Routes | None) -> None:
+        """Statistics of a micro-batch whose ``routes`` will be replayed; without, only a forward
+        that other ranks may wait for."""
+        counted = routes is not None and not batch.padding
+        with torch.no_grad(), self.policy.routing_statistics() if counted else nullcontext():
+            self._forward(batch, last=False)
 
     def _optimizer_step(
         self,
@@ -155,16 +188,22 @@ class Learner:
         critic: Critic | None,
     ) -> tuple[dict[str, float], str | None]:
         outputs = []
+        of_learner = self.config.replay == "learner" and before[0] is not None
+        replaying = self.config.replay == "rollout" or of_learner
         for number, (batch, known) in enumerate(zip(share.micro_batches, before, strict=True)):
             last = number == len(share.micro_batches) - 1
-            with ExitStack() as counting:
-                if not batch.padding:
-                    counting.enter_context(self.policy.routing_statistics())
-                    if self.config.qk_clip is not None:
-                        counting.enter_context(watched_logits(self.engine.policy))
-                out = self._forward(batch, last)
-            output = self._loss(batch, out, loss, share, known, critic)
-            self.engine.backward(output.loss)
+            routes = self._routes(batch, known)
+            if replaying:
+                self._count_free(batch, routes)
+            with self._replayed(routes):  # in backward too, which may compute forwards again
+                with ExitStack() as counting:
+                    if not batch.padding:
+                        counting.enter_context(self.policy.routing_statistics())
+                        if self.config.qk_clip is not None:
+                            counting.enter_context(watched_logits(self.engine.policy))
+                    out = self._forward(batch, last)
+                output = self._loss(batch, out, loss, share, known, critic)
+                self.engine.backward(output.loss)
             outputs.append(output)
         metrics = self._reduced(outputs)
         metrics["lr"] = self.engine.scheduled_lr()
@@ -174,8 +213,9 @@ class Learner:
         if result.applied:
             self.skipped_in_a_row = 0
             self.engine.all_reduce(self.policy.routing_counts())
-            loads = self.policy.update_thresholds()
-            metrics["expert_load_max"] = max(loads, default=1.0)
+            if replaying:
+                metrics |= _loads("replayed_load", self.policy.replayed_loads())
+            metrics |= _loads("expert_load", self.policy.update_thresholds())
         else:
             self.policy.clear_routing_counts()
             metrics["expert_load_max"] = float("nan")
@@ -281,6 +321,12 @@ def _combined(name: str, values: Sequence[float]) -> float:
     return float(np.max(values) if name.endswith("_max") else np.mean(values))
 
 
+def _loads(name: str, loads: Sequence[float]) -> dict[str, float]:
+    """Max / mean load of each layer with experts, in their order, and the largest."""
+    own = {f"{name}_layer_{number}": load for number, load in enumerate(loads)}
+    return {f"{name}_max": max(loads, default=1.0), **own}
+
+
 def _positions(batch: MicroBatch) -> np.ndarray:
     """Trained positions; position 1 of a padding batch, whose mask keeps it out of the loss."""
     return np.array([1]) if batch.padding else np.flatnonzero(batch.loss_mask)
@@ -294,6 +340,12 @@ class _Policy(Protocol):
     def routing_statistics(self, valid: Tensor | None = None) -> AbstractContextManager[None]: ...
 
     def routing_counts(self) -> list[Tensor]: ...
+
+    def recorded_routes(self) -> AbstractContextManager[Recording]: ...
+
+    def replayed_routes(self, routes: Routes) -> AbstractContextManager[None]: ...
+
+    def replayed_loads(self) -> list[float]: ...
 
     def update_thresholds(self) -> list[float]: ...
 
