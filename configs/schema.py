@@ -88,6 +88,10 @@ class LearnerConfig:
     micro_batch_tokens: int = 8192
     minibatches: int = 1  # optimizer steps per rollout batch
     replay: Literal["off", "rollout", "learner"] = "off"  # whose choice of experts it learns with
+    thresholds: Literal["freeze", "track", "ema"] = "track"  # of routers: what steps make of them
+    threshold_decay: float | None = None  # of ema, 0.9 by itself
+    router_lr: float = 1.0  # the rate of routers, times lr
+    attnres_lr: float = 1.0  # that of the mixture over depth, norms and queries, times lr
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices; AdamW for the rest
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)

@@ -21,6 +21,7 @@ from ..kernels.moe import (
 from ..kernels.precision import as_given, widen
 from .attention import RMSNorm
 from .config import PolicyConfig
+from .thresholds import TRACK, ThresholdRule
 
 
 class DenseMLP(nn.Module):
@@ -113,11 +114,12 @@ class Router(nn.Module):
         histogram = self._histogram()
         return [histogram.counts, histogram.tokens, self.load, self.replayed_load]
 
-    def update(self) -> float:
+    def update(self, rule: ThresholdRule = TRACK) -> float:
         """Set the next threshold from the counts, clear them, return max / mean expert load."""
         if self.histogram is None or int(self.histogram.tokens) == 0:
             raise ValueError("no token was counted since the last update")
-        self.e_score_correction_bias.copy_(self.histogram.solve())
+        bias = self.e_score_correction_bias
+        bias.copy_(rule(bias, self.histogram.solve))
         load = max_over_mean(self.load)
         self.clear()
         return load

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .moe import Router, max_over_mean
+from .thresholds import TRACK, ThresholdRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +52,25 @@ class Recording:
     """The routes of forwards while it lasts."""
 
     def __init__(self, routers: Sequence[Router]) -> None:
-        self._routers = routers
+        small = len(routers[0].e_score_correction_bias) <= 1 << 8
+        self._dtype = torch.uint8 if small else torch.int16
+        self._layers: list[list[torch.Tensor]] = []
         for router in routers:
             router.recorded = []
+            self._layers.append(router.recorded)
 
     def take(self) -> np.ndarray:
         """Experts ``[T, layers, k]`` of all tokens since the last call, packed as in `Routes`."""
-        layers = []
-        for router in self._routers:
-            assert router.recorded is not None
-            layers.append(torch.cat(router.recorded))
-            router.recorded.clear()
-        small = len(self._routers[0].e_score_correction_bias) <= 1 << 8
-        packed = torch.stack(layers, 1).to(torch.uint8 if small else torch.int16)
-        return packed.cpu().numpy()
+        stacked = torch.stack([torch.cat(parts) for parts in self._layers], 1)
+        for parts in self._layers:
+            parts.clear()
+        return stacked.to(self._dtype).cpu().numpy()
 
 
 class Routed(nn.Module):
-    """The part of a policy that concerns its routers."""
+    """The part of a policy that concerns its routers. ``threshold_rule`` says how they balance."""
+
+    threshold_rule: ThresholdRule = TRACK
 
     def routers(self) -> list[Router]:
         """The routers in layer order."""
@@ -138,7 +140,7 @@ class Routed(nn.Module):
 
     def update_thresholds(self) -> list[float]:
         """Set the next thresholds in place; max / mean load per layer of what was counted."""
-        return [router.update() for router in self.routers()]
+        return [router.update(self.threshold_rule) for router in self.routers()]
 
     def clear_routing_counts(self) -> None:
         """Forget counts of a step that was skipped."""

@@ -154,7 +154,7 @@ class Engine:
         norm = self._grad_norm()
         bad = None if math.isfinite(norm) else self._first_bad_tensor()
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = self.scheduled_lr()
+            group["lr"] = self.scheduled_lr() * group["lr_factor"]
         if self.stage > 0:
             self._engine.step()  # clips; drops a gradient whose norm is not finite
             assert self._engine.was_step_applied() == (bad is None)

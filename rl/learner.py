@@ -22,10 +22,13 @@ from ..configs.schema import LearnerConfig
 from ..policy.images import Placed
 from ..policy.qk_clip import clip_factors, forget, logit_maxima, watched_logits
 from ..policy.routing import Recording, Routed, Routes
+from ..policy.thresholds import ThresholdRule, make_rule
 from .algorithms import LossFunction
 from .critic import Critic, Judged, judge, whiten_over_ranks, with_values
 from .engine import Engine
 from .types import LossOutput, MicroBatch, Share, UpdateResult
+
+DECAY = 0.9  # of thresholds that follow an average
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,9 @@ class Learner:
         self.temperature = temperature
         self.version = 0
         self.skipped_in_a_row = 0
+        self.threshold_version = 0  # steps that set the routing thresholds
+        decay = DECAY if config.threshold_decay is None else config.threshold_decay
+        self.policy.threshold_rule = make_rule(config.thresholds, decay)
         if config.qk_clip is not None and not logit_maxima(policy):
             raise UserError(
                 f"learner.qk_clip={config.qk_clip:g} would have no effect: the policy has no "
@@ -216,6 +222,7 @@ class Learner:
             if replaying:
                 metrics |= _loads("replayed_load", self.policy.replayed_loads())
             metrics |= _loads("expert_load", self.policy.update_thresholds())
+            self.threshold_version += self.config.thresholds != "freeze"
         else:
             self.policy.clear_routing_counts()
             metrics["expert_load_max"] = float("nan")
@@ -334,6 +341,8 @@ def _positions(batch: MicroBatch) -> np.ndarray:
 
 class _Policy(Protocol):
     """What the learner needs of a policy beyond its forward."""
+
+    threshold_rule: ThresholdRule
 
     def image_inputs(self, images: Sequence[Placed]) -> dict[str, Any]: ...
 
