@@ -119,6 +119,24 @@ def test_a_critic_judges_and_learns_alike_under_any_split(
     assert distance(after, whole) < 1e-4
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("replay", ["rollout", "learner"])
+def test_replayed_routes_are_learned_from_alike_under_any_split(
+    played: Path, replay: str, ranks: int, stage: int
+) -> None:
+    got, want = (results(played, r, f"replayed-{replay}-{s}") for r, s in ((ranks, stage), (1, 0)))
+    for key in ("loss", "grad_norm", "entropy", "kl"):
+        assert got[key] == pytest.approx(want[key], rel=1e-3, abs=1e-5), key
+    for key in ("expert_load_layer_0", "replayed_load_layer_0"):
+        assert got[key] == want[key] > 1, key
+    assert (want["expert_load_layer_0"] != want["replayed_load_layer_0"]) == (replay == "rollout")
+    after, whole = (
+        weights(played, r, f"replayed-{replay}-{s}") for r, s in ((ranks, stage), (1, 0))
+    )
+    assert distance(after, whole) < 1e-4
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("count", [8, 10])
 def test_accumulation_changes_neither_scale_nor_later_steps(

@@ -29,6 +29,7 @@ from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.images import place, prepare
 from farhorizon.policy.moe import Router
+from farhorizon.policy.routing import Routes
 from farhorizon.policy.value import ValueHead
 from farhorizon.policy.vision_config import ImageRules
 from farhorizon.policy.weights import Publication, digest
@@ -505,6 +506,27 @@ def with_critic(out: dict[str, Any]) -> None:
             keep(f"ppo-{stage}-{tokens}", state(own))
 
 
+def _routed(sample: Sample) -> Sample:
+    """Routes of one layer with 8 experts, 2 per token; every third token has none."""
+    random = np.random.default_rng(sample.id)
+    order = random.permuted(np.tile(np.arange(8, dtype=np.uint8), (len(sample), 1, 1)), axis=-1)
+    return replace(sample, routes=Routes(order[..., :2], np.arange(len(sample)) % 3 != 0))
+
+
+def replayed(out: dict[str, Any]) -> None:
+    """Routes of the rollout, and of the pass before the first of two steps; seven sequences, so
+    that one of two ranks has a batch of padding beside the other's routes."""
+    for replay in ("rollout", "learner"):
+        for stage in range(4):
+            own = learner(tiny_policy(), stage, eps=1e-3, replay=replay, router_lr=0.5)
+            steps = [
+                shares([_routed(s) for s in samples(step, 64)[:7]], RANKS, SINGLE)[RANK]
+                for step in range(2)
+            ]
+            out[f"replayed-{replay}-{stage}"] = own.update(steps, LOSS).metrics
+            keep(f"replayed-{replay}-{stage}", state(own))
+
+
 def _rewarded(sample: Sample) -> Sample:
     rewards = np.zeros(len(sample))
     rewards[-1] = sample.id % 3
@@ -526,6 +548,7 @@ SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     with_muon,
     algorithms,
     with_critic,
+    replayed,
 ]
 
 
