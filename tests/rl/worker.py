@@ -507,10 +507,12 @@ def with_critic(out: dict[str, Any]) -> None:
 
 
 def _routed(sample: Sample) -> Sample:
-    """Routes of one layer with 8 experts, 2 per token; every third token has none."""
+    """Routes of one layer with 8 experts, 2 per token; every third token has none. Advantages are
+    positive, so that every sequence has a gradient."""
     random = np.random.default_rng(sample.id)
     order = random.permuted(np.tile(np.arange(8, dtype=np.uint8), (len(sample), 1, 1)), axis=-1)
-    return replace(sample, routes=Routes(order[..., :2], np.arange(len(sample)) % 3 != 0))
+    routes = Routes(order[..., :2], np.arange(len(sample)) % 3 != 0)
+    return replace(sample, routes=routes, advantages=np.abs(sample.advantages))
 
 
 def replayed(out: dict[str, Any]) -> None:
