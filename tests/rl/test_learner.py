@@ -119,9 +119,10 @@ def test_a_critic_judges_and_learns_alike_under_any_split(
     assert distance(after, whole) < 1e-4
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("replay", "stage"), [*(("rollout", stage) for stage in STAGES), ("learner", 0), ("learner", 3)]
+)
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("replay", ["rollout", "learner"])
 def test_replayed_routes_are_learned_from_alike_under_any_split(
     played: Path, replay: str, ranks: int, stage: int
 ) -> None:
