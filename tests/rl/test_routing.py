@@ -282,6 +282,17 @@ def test_statistics_are_those_of_free_routing(played: list[Group], rule: str) ->
     assert loads[0] == loads[1]
 
 
+def test_a_forward_for_statistics_is_the_training_forward_to_the_bit() -> None:
+    """Without gradients few tokens run through all experts at once, which rounds otherwise."""
+    policy, ids = make_policy(), torch.arange(12)[None]
+    trained = policy(ids).logits
+    with torch.no_grad():
+        plain = policy(ids).logits
+        with policy.routing_statistics():
+            counted = policy(ids).logits
+    assert torch.equal(counted, trained) and not torch.equal(plain, trained)
+
+
 def test_the_learners_own_routes_hold_over_the_steps_of_an_update(played: list[Group]) -> None:
     """R2: the first step is that of free routing; later ones take the first one's experts."""
     made = samples(played)
@@ -400,17 +411,15 @@ def test_recomputed_layers_take_the_same_routes(played: list[Group]) -> None:
     ends = []
     for again in (False, True):
         policy = make_policy(noise=0.02)
-        taken: list[np.ndarray] = []
-        for layer in policy.model.layers if again else ():
+        layers: list[Any] = [*policy.model.layers]
+        for layer in layers if again else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        router = policy.routers()[1]
-        router.register_forward_hook(lambda module, _, out, taken=taken: taken.append(out[0]))
-        own, result = update(policy, made, replay="rollout")
+        with learned_routes(policy) as taken:
+            own, result = update(policy, made, replay="rollout")
         ends.append((digests(own), dict(result.metrics), len(taken)))
     (plain, metrics, once), (same, remetrics, twice) = ends
-    batches = len(share(made).micro_batches)
     assert plain == same and metrics == remetrics
-    assert (once, twice) == (2 * batches, 3 * batches)
+    assert once == LAYERS * len(share(made).micro_batches) and twice == 2 * once
 
 
 @pytest.mark.parametrize("rule", ["freeze", "track", "ema"])
