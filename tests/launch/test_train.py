@@ -353,6 +353,23 @@ def test_stale_groups_within_bounds(finished: TrainConfig, tmp_path: Path) -> No
     assert max(row["learn/staleness_max"] for row in rows(config)) == 1
 
 
+def test_a_run_on_the_routes_of_its_rollout_is_the_run_without(
+    finished: TrainConfig, tmp_path: Path
+) -> None:
+    """Both sides have the same weights: the same experts, and one more forward."""
+    learner = replace(finished.learner, replay="rollout")
+    config = replace(
+        finished, output=str(tmp_path / "replay"), steps=2, eval_episodes=0, learner=learner
+    )
+    assert train(config) == 0
+    plain = {row["step"]: row for row in rows(finished)}
+    for row in rows(config):
+        assert row["learn/routes_known"] > 0.8  # all tokens but the last of each sequence
+        assert row["learn/replayed_load_max"] == row["learn/expert_load_max"]
+        for name in ("loss", "grad_norm", "entropy", "expert_load_max", "log_ratio_max"):
+            assert row[f"learn/{name}"] == plain[row["step"]][f"learn/{name}"], name
+
+
 def test_a_learner_that_stops_the_run_names_the_checkpoint_to_go_on_from(
     finished: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
