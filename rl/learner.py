@@ -9,7 +9,7 @@ routing replay they come from a forward of their own, which routes freely.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,11 +21,12 @@ from ..configs.errors import RunFailed, UserError
 from ..configs.schema import LearnerConfig
 from ..policy.images import Placed
 from ..policy.qk_clip import clip_factors, forget, logit_maxima, watched_logits
-from ..policy.routing import Recording, Routed, Routes
+from ..policy.routing import Routes
 from ..policy.thresholds import ThresholdRule, make_rule
 from .algorithms import LossFunction
 from .critic import Critic, Judged, judge, whiten_over_ranks, with_values
 from .engine import Engine
+from .replay import Replay
 from .types import LossOutput, MicroBatch, Share, UpdateResult
 
 DECAY = 0.9  # of thresholds that follow an average
@@ -69,11 +70,7 @@ class Learner:
                 f"learner.qk_clip={config.qk_clip:g} would have no effect: the policy has no "
                 "latent attention; leave it out"
             )
-        if config.replay != "off" and not (isinstance(policy, Routed) and policy.routers()):
-            raise UserError(
-                f"learner.replay={config.replay} would have no effect: the policy has no experts; "
-                "leave it out"
-            )
+        self.replay = Replay(policy, config)
 
     def update(
         self,
@@ -96,8 +93,8 @@ class Learner:
         bad_tensor: str | None = None
         before: Sequence[Sequence[Before | None]]
         # With a single step the forward that learns gives the log-probs itself.
-        replayed = self.config.replay == "learner"
-        if critic is not None or ((decoupled or replayed) and len(steps) > 1):
+        proximal = (decoupled and len(steps) > 1) or self.replay.wants_pass_before(len(steps))
+        if critic is not None or proximal:
             before = self._before(steps, critic)
         else:
             before = [[None] * len(share.micro_batches) for share in steps]
@@ -153,15 +150,11 @@ class Learner:
         ]
 
     def _known(self, batch: MicroBatch, critic: Critic | None) -> Before:
-        count, routes = len(_positions(batch)), None
+        count = len(_positions(batch))
         more = None if critic is None else batch.cu_seqlens[1:] - 1
-        if self.config.replay == "learner" and not batch.padding:
-            with self.policy.recorded_routes() as recording:
-                out = self._forward(batch, last=False, more=more)
-                routes = Routes(recording.take(), np.ones(len(batch.input_ids), np.bool_))
-        else:
-            with self._replayed(self._routes(batch, None)):
-                out = self._forward(batch, last=False, more=more)
+        out, routes = self.replay.first_pass(
+            batch, lambda: self._forward(batch, last=False, more=more)
+        )
         if critic is None:
             return Before(out.logprobs, None, routes)
         assert out.values is not None, "a critic needs a value head"
@@ -169,22 +162,6 @@ class Learner:
         if not batch.padding:
             judged = judge(batch, out.values[:count], out.values[count:], critic)
         return Before(out.logprobs[:count], judged, routes)
-
-    def _routes(self, batch: MicroBatch, before: Before | None) -> Routes | None:
-        """The routes that a micro-batch is learned from, if there are any."""
-        if self.config.replay == "rollout":
-            return batch.routes
-        return None if before is None else before.routes
-
-    def _replayed(self, routes: Routes | None) -> AbstractContextManager[None]:
-        return nullcontext() if routes is None else self.policy.replayed_routes(routes)
-
-    def _count_free(self, batch: MicroBatch, routes: Routes | None) -> None:
-        """Statistics of a micro-batch whose ``routes`` will be replayed; without, only a forward
-        that other ranks may wait for."""
-        counted = routes is not None and not batch.padding
-        with torch.no_grad(), self.policy.routing_statistics() if counted else nullcontext():
-            self._forward(batch, last=False)
 
     def _optimizer_step(
         self,
@@ -194,14 +171,13 @@ class Learner:
         critic: Critic | None,
     ) -> tuple[dict[str, float], str | None]:
         outputs = []
-        of_learner = self.config.replay == "learner" and before[0] is not None
-        replaying = self.config.replay == "rollout" or of_learner
+        replaying = self.replay.active(before[0] is not None)
         for number, (batch, known) in enumerate(zip(share.micro_batches, before, strict=True)):
             last = number == len(share.micro_batches) - 1
-            routes = self._routes(batch, known)
+            routes = self.replay.routes(batch, None if known is None else known.routes)
             if replaying:
-                self._count_free(batch, routes)
-            with self._replayed(routes):  # in backward too, which may compute forwards again
+                self.replay.count_free(batch, routes, lambda b=batch: self._forward(b, last=False))
+            with self.replay.taking(routes):  # in backward too, which may compute forwards again
                 with ExitStack() as counting:
                     if not batch.padding:
                         counting.enter_context(self.policy.routing_statistics())
@@ -349,10 +325,6 @@ class _Policy(Protocol):
     def routing_statistics(self, valid: Tensor | None = None) -> AbstractContextManager[None]: ...
 
     def routing_counts(self) -> list[Tensor]: ...
-
-    def recorded_routes(self) -> AbstractContextManager[Recording]: ...
-
-    def replayed_routes(self, routes: Routes) -> AbstractContextManager[None]: ...
 
     def replayed_loads(self) -> list[float]: ...
 
