@@ -29,7 +29,11 @@ _CONTENT_TOKENS = (
     *(yaml.ValueToken, yaml.ScalarToken),
     *(yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken),
 )
-_PATHS = ("output", "policy")  # settings where ~ is the home folder, which few shells put there
+_PATHS = (
+    "output",
+    "policy",
+    "reference",
+)  # settings where ~ is the home folder, which few shells put there
 
 _PLURAL = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts"}
 

@@ -63,6 +63,10 @@ class AlgorithmConfig:
     aggregation: Literal["token", "sequence", "constant"] | None = None  # which mean the loss is
     length: int | None = None  # tokens that aggregation=constant divides by, 1024 by itself
     entropy: float = 0.0  # coefficient of the entropy bonus
+    kl: float = 0.0  # coefficient of the KL to the reference policy; 0 loads none
+    kl_in: Literal["loss", "reward"] | None = None  # the loss by itself
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None  # k3 in the loss, k1 in rewards
+    kl_gradient: Literal["right", "own"] | None = None  # own: that of the estimator, as in GRPO
     correction: Literal[
         "none",
         "token_truncate",
@@ -113,6 +117,7 @@ class TrainConfig:
     """An RL run."""
 
     policy: str  # checkpoint folder to start from
+    reference: str | None = None  # checkpoint that algorithm.kl pulls towards; None is policy
     env: EnvConfig
     output: str = "runs/train"
     seed: int = 0

@@ -105,6 +105,7 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
             config.seed,
             config.rollout.temperature,
             run.vision,
+            config.reference or config.policy,
         )
         stack.callback(learner.close)
         pool = RolloutPool(

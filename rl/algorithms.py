@@ -26,7 +26,8 @@ class Objective:
     """A loss of tokens, and how it becomes that of an optimizer step.
 
     ``correction`` weighs what another policy sampled; ``aggregation`` and ``length`` say which
-    mean the loss is; ``entropy`` is the coefficient of the bonus, a mean over tokens always.
+    mean the loss is; ``entropy`` is the coefficient of the bonus, a mean over tokens always. The
+    KL of a ``pull`` is part of that mean, unless it is in the rewards: then it is only reported.
     """
 
     loss: LossFunction
@@ -34,6 +35,7 @@ class Objective:
     aggregation: Aggregation = "token"
     length: int = 1
     entropy: float = 0.0
+    pull: penalties.Pull | None = None
 
     def __call__(
         self,
@@ -47,12 +49,14 @@ class Objective:
         sequences: int | None = None,
         entropy: Tensor | None = None,
         proximal_logprobs: Tensor | None = None,
+        reference_logprobs: Tensor | None = None,
     ) -> LossOutput:
         """The share of these tokens [T] in the loss of a step with ``denominator`` trained tokens
         in ``sequences`` sequences (None: those of this call are all).
 
         ``entropy`` [T] is for the bonus. ``proximal_logprobs`` [T] are those of the policy before
-        the update, for a correction; None: no step was taken yet, they are ``logprobs``.
+        the update, for a correction; None: no step was taken yet, they are ``logprobs``. A pull
+        needs ``reference_logprobs`` [T].
         """
         if sequences is None:
             sequences = int(sequence_ids[mask].unique().numel())
@@ -78,11 +82,50 @@ class Objective:
                 mask,
                 **whole,
             )
+        if self.pull is not None:
+            assert reference_logprobs is not None, "a pull needs the log-probs of its reference"
+            out = _pulled(
+                out,
+                self.pull,
+                logprobs,
+                behavior_logprobs,
+                reference_logprobs,
+                mask,
+                denominator,
+                weights,
+            )
         if self.entropy == 0:
             return out
         assert entropy is not None, "an entropy bonus needs the entropy of each token"
         bonus = penalties.entropy_bonus(entropy, mask, denominator=denominator)
         return replace(out, loss=out.loss + self.entropy * bonus.loss)
+
+
+def _pulled(
+    out: LossOutput,
+    pull: penalties.Pull,
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    mask: Tensor,
+    denominator: int,
+    weights: Tensor | None,
+) -> LossOutput:
+    """An output with the KL to the reference in its loss, or among its metrics alone."""
+    if pull.where == "loss" and pull.gradient == "right":
+        own = penalties.sampled_weights(logprobs, behavior_logprobs, mask)
+        weights = own if weights is None else own * weights
+    kl = penalties.kl_loss(
+        logprobs,
+        reference_logprobs,
+        mask,
+        denominator=denominator,
+        estimator=pull.estimator,
+        gradient=pull.gradient,
+        weights=weights,
+    )
+    loss = out.loss + pull.coefficient * kl.loss if pull.where == "loss" else out.loss
+    return replace(out, loss=loss, metrics={**out.metrics, **kl.metrics})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +139,7 @@ class Algorithm:
     loss: LossFunction
     decoupled: bool = False
     critic: Critic | None = None
+    pull: penalties.Pull | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +165,7 @@ class Recipe:
                 "algorithm.aggregation=constant"
             )
         correction = self._correction(config)
+        pull = _pull(config)
         return Algorithm(
             None if self.advantages is None else partial(self.advantages, **advantage),
             Objective(
@@ -129,9 +174,11 @@ class Recipe:
                 aggregation,
                 config.length or LENGTH,
                 config.entropy,
+                pull,
             ),
             decoupled=correction is not None,
             critic=Critic(**critic) if critic else None,
+            pull=pull,
         )
 
     def _settings(self, config: AlgorithmConfig) -> dict[str, Any]:
@@ -171,6 +218,30 @@ class Recipe:
                 f"algorithm.correction_low={low} must be below algorithm.correction_high={high}"
             )
         return partial(function, low=low, high=high)
+
+
+def _pull(config: AlgorithmConfig) -> penalties.Pull | None:
+    where, estimator, gradient = config.kl_in, config.kl_estimator, config.kl_gradient
+    if config.kl == 0:
+        given = {"kl_in": where, "kl_estimator": estimator, "kl_gradient": gradient}
+        for key, value in given.items():
+            if value is not None:
+                raise UserError(
+                    f"algorithm.{key}={value} would have no effect: it needs algorithm.kl above 0"
+                )
+        return None
+    if where == "reward" and gradient is not None:
+        raise UserError(
+            f"algorithm.kl_gradient={gradient} would have no effect: rewards have no gradient; "
+            "leave it out, or set algorithm.kl_in=loss"
+        )
+    if estimator == "k1" and gradient == "own":
+        raise UserError(
+            "algorithm.kl_gradient=own is 0 on average with algorithm.kl_estimator=k1: leave one "
+            "of them out"
+        )
+    usual = "k1" if where == "reward" else "k3"
+    return penalties.Pull(config.kl, where or "loss", estimator or usual, gradient or "right")
 
 
 LENGTH = 1024  # tokens that the mean over a constant divides by, unless the config says otherwise

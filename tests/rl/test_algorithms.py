@@ -17,6 +17,7 @@ from farhorizon.rl.advantages import group_relative
 from farhorizon.rl.algorithms import ALGORITHMS, CLIP, CRITIC, GROUP, make_algorithm
 from farhorizon.rl.corrections import CORRECTIONS
 from farhorizon.rl.critic import Critic, judge, with_values
+from farhorizon.rl.penalties import kl_reward
 from farhorizon.rl.types import LossOutput
 
 from .test_critic import packed
@@ -27,9 +28,12 @@ SETTINGS = [name for name in HINTS if name != "name"]
 
 NUMBERS = {
     **{"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.5, "tau": 0.3, "entropy": 0.1},
-    **{"gamma": 0.9, "lam": 0.5, "value_coefficient": 0.3, "value_clip": 0.05},
+    **{"gamma": 0.9, "lam": 0.5, "value_coefficient": 0.3, "value_clip": 0.05, "kl": 0.1},
 }
 NEEDS = {
+    "kl_in": ["kl=0.1"],
+    "kl_estimator": ["kl=0.1"],
+    "kl_gradient": ["kl=0.1"],
     "length": ["aggregation=constant"],
     "correction_low": ["correction=icepop"],
     "correction_high": ["correction=icepop"],
@@ -54,14 +58,28 @@ def outcome(config: AlgorithmConfig) -> list[float]:
         advantages = algorithm.advantages(rewards, torch.tensor([0, 0, 0, 1]))
     logprobs = torch.tensor([0.3, 0.85, 1.0, 1.15, 3.0]).repeat(2).log().requires_grad_()
     entropy = logprobs.exp()
+    everywhere = torch.ones(10, dtype=torch.bool)
+    token_advantages = torch.tensor([1.0, -1.0]).repeat_interleave(5)
+    pulled = {}
+    if (pull := algorithm.pull) is not None:
+        reference = pulled["reference_logprobs"] = torch.linspace(-0.5, 0.5, 10)
+        if pull.where == "reward":
+            token_advantages += kl_reward(
+                torch.zeros(10),
+                reference,
+                everywhere,
+                coefficient=pull.coefficient,
+                estimator=pull.estimator,
+            )
     loss = algorithm.loss(
         logprobs,
         torch.zeros(10),
-        torch.tensor([1.0, -1.0]).repeat_interleave(5),
-        torch.ones(10, dtype=torch.bool),
+        token_advantages,
+        everywhere,
         sequence_ids=torch.tensor([0, 1, 1, 2, 2, 3, 4, 4, 4, 5]),
         denominator=10,
         entropy=entropy,
+        **pulled,
     ).loss
     (gradient,) = torch.autograd.grad(loss, logprobs)
     seen = [*advantages.tolist(), loss.item(), *gradient.tolist()]
@@ -127,7 +145,8 @@ def test_every_setting_has_an_effect_or_is_refused(name: str, setting: str) -> N
         return
     assert outcome(plain) == outcome(plain)
     own = ALGORITHMS[name]
-    usual = {**own.settings, "aggregation": own.aggregation}.get(setting)
+    standing = {"kl_in": "loss", "kl_estimator": "k3", "kl_gradient": "right"}
+    usual = {**standing, **own.settings, "aggregation": own.aggregation}.get(setting)
     assert others(setting)
     for value in others(setting):
         changed = allowed(name, *needs, f"{setting}={value}")
