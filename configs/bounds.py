@@ -67,6 +67,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "tau": _ANY,
         "length": _ONE,
         "entropy": _ANY,
+        "extra_rounds": _ANY,
         "kl": _ANY,
         "correction_low": _ANY,
         "correction_high": _POSITIVE,

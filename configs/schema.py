@@ -63,6 +63,7 @@ class AlgorithmConfig:
     aggregation: Literal["token", "sequence", "constant"] | None = None  # which mean the loss is
     length: int | None = None  # tokens that aggregation=constant divides by, 1024 by itself
     entropy: float = 0.0  # coefficient of the entropy bonus
+    extra_rounds: int = 0  # of rollout per step, while fewer than groups_per_step groups teach
     kl: float = 0.0  # coefficient of the KL to the reference policy; 0 loads none
     kl_in: Literal["loss", "reward"] | None = None  # the loss by itself
     kl_estimator: Literal["k1", "k2", "k3"] | None = None  # k3 in the loss, k1 in rewards

@@ -198,6 +198,10 @@ class LearnerGroup:
             self.algorithm.critic,
         )
 
+    def teaching(self, groups: Sequence[Group]) -> int:
+        """Number of groups that `update` would learn from."""
+        return len(batch.samples_of_groups(groups, self.algorithm.advantages)[0])
+
     def update_nll(self, sequences: Sequence[np.ndarray]) -> UpdateResult:
         """One optimizer step on the negative log-likelihood of every token but each first.
 

@@ -164,6 +164,11 @@ class Recipe:
                 f"algorithm.length={config.length} would have no effect: it needs "
                 "algorithm.aggregation=constant"
             )
+        if self.advantages is None and config.extra_rounds:
+            raise UserError(
+                f"algorithm.extra_rounds={config.extra_rounds} would have no effect with "
+                f"algorithm.name={config.name}: groups of equal rewards teach it too; leave it out"
+            )
         correction = self._correction(config)
         pull = _pull(config)
         return Algorithm(

@@ -23,7 +23,7 @@ from farhorizon.rl.types import LossOutput
 from .test_critic import packed
 
 HINTS = get_type_hints(AlgorithmConfig)
-SETTINGS = [name for name in HINTS if name != "name"]
+SETTINGS = [name for name in HINTS if name not in ("name", "extra_rounds")]
 
 
 NUMBERS = {
@@ -132,6 +132,11 @@ def allowed(name: str, *texts: str) -> AlgorithmConfig | None:
         assert any(f"algorithm.{text}" in str(error) for text in texts), str(error)
         return None
     return config
+
+
+def test_more_rounds_of_rollout_are_for_groups_that_may_teach_nothing() -> None:
+    assert allowed("dapo", "extra_rounds=2") is not None
+    assert allowed("ppo", "extra_rounds=2") is None
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
