@@ -63,6 +63,11 @@ class AlgorithmConfig:
     aggregation: Literal["token", "sequence", "constant"] | None = None  # which mean the loss is
     length: int | None = None  # tokens that aggregation=constant divides by, 1024 by itself
     entropy: float = 0.0  # coefficient of the entropy bonus
+    credit: Literal["trajectory", "turn", "step"] | None = None  # whose reward a token answers for
+    overlong: int | None = None  # sampled tokens of a trajectory that cost 1 of its reward
+    overlong_buffer: int | None = None  # tokens below over which that grows; a fifth of overlong
+    budget: int | None = None  # sampled tokens of a trajectory above which its reward is -1
+    length_reward: float = 0.0  # coefficient of a reward for being shorter than one's siblings
     extra_rounds: int = 0  # of rollout per step, while fewer than groups_per_step groups teach
     kl: float = 0.0  # coefficient of the KL to the reference policy; 0 loads none
     kl_in: Literal["loss", "reward"] | None = None  # the loss by itself

@@ -184,7 +184,7 @@ class LearnerGroup:
 
         Without any group that has reward variance nothing happens, and the result says so.
         """
-        kept, stats = batch.samples_of_groups(groups, self.algorithm.advantages)
+        kept, stats = self._samples(groups)
         metrics = stats.metrics()
         if not kept:
             return UpdateResult(metrics, self.version, skipped=True)
@@ -200,7 +200,7 @@ class LearnerGroup:
 
     def teaching(self, groups: Sequence[Group]) -> int:
         """Number of groups that `update` would learn from."""
-        return len(batch.samples_of_groups(groups, self.algorithm.advantages)[0])
+        return len(self._samples(groups)[0])
 
     def update_nll(self, sequences: Sequence[np.ndarray]) -> UpdateResult:
         """One optimizer step on the negative log-likelihood of every token but each first.
@@ -260,6 +260,14 @@ class LearnerGroup:
         self.version = result.version
         return UpdateResult(
             {**metrics, **result.metrics}, result.version, result.skipped, result.bad_tensor
+        )
+
+    def _samples(
+        self, groups: Sequence[Group]
+    ) -> tuple[list[list[batch.Sample]], batch.BatchStats]:
+        own = self.algorithm
+        return batch.samples_of_groups(
+            groups, own.advantages, credit=own.credit, shaping=own.shaping
         )
 
     def _shares(self, samples: Sequence[batch.Sample]) -> list[Share]:

@@ -14,7 +14,9 @@ from ..configs.errors import UserError
 from ..configs.schema import AlgorithmConfig
 from . import advantages, corrections, losses, penalties
 from .aggregation import Aggregation, token_weights
+from .credit import Credit
 from .critic import Critic
+from .shaping import Shaping
 from .types import LossOutput
 
 AdvantageFunction = Callable[[Tensor, Tensor], Tensor]  # rewards [N], group ids [N] -> [N]
@@ -132,7 +134,8 @@ def _pulled(
 class Algorithm:
     """An advantage over groups of rewards, or a critic instead, and a loss over tokens.
 
-    ``decoupled`` says that the loss wants the log-probs of the policy before the update.
+    ``decoupled`` says that the loss wants the log-probs of the policy before the update. Rewards
+    are changed by ``shaping`` first, and tokens answer for those that ``credit`` names.
     """
 
     advantages: AdvantageFunction | None
@@ -140,6 +143,8 @@ class Algorithm:
     decoupled: bool = False
     critic: Critic | None = None
     pull: penalties.Pull | None = None
+    credit: Credit = "trajectory"
+    shaping: Shaping | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +189,13 @@ class Recipe:
             decoupled=correction is not None,
             critic=Critic(**critic) if critic else None,
             pull=pull,
+            credit=config.credit or "trajectory",
+            shaping=_shaping(config),
         )
 
     def _settings(self, config: AlgorithmConfig) -> dict[str, Any]:
         own = dict(self.settings)
-        for key in (*GROUP, *CLIP, *CRITIC, "tau"):
+        for key in (*GROUP, *CLIP, *CRITIC, "tau", "credit"):
             value = getattr(config, key)
             if value is not None and key not in own:
                 having = ", ".join(n for n, made in ALGORITHMS.items() if key in made.settings)
@@ -198,6 +205,7 @@ class Recipe:
                 )
             if value is not None:
                 own[key] = value
+        own.pop("credit", None)
         return own
 
     def _correction(self, config: AlgorithmConfig) -> corrections.CorrectionFunction | None:
@@ -249,7 +257,30 @@ def _pull(config: AlgorithmConfig) -> penalties.Pull | None:
     return penalties.Pull(config.kl, where or "loss", estimator or usual, gradient or "right")
 
 
+def _shaping(config: AlgorithmConfig) -> Shaping | None:
+    limit, buffer, budget = config.overlong, config.overlong_buffer, config.budget
+    if limit is None and buffer is not None:
+        raise UserError(
+            f"algorithm.overlong_buffer={buffer} would have no effect: it needs algorithm.overlong"
+        )
+    if limit is not None:
+        buffer = max(1, limit // 5) if buffer is None else buffer  # DAPO's 4096 of 20480
+        if buffer > limit:
+            raise UserError(
+                f"algorithm.overlong_buffer={buffer} must be at most algorithm.overlong={limit}"
+            )
+        if budget is not None and budget <= limit - buffer:
+            raise UserError(
+                f"algorithm.overlong={limit} would have no effect: above algorithm.budget={budget} "
+                "rewards are -1 already; leave one of them out"
+            )
+    if limit is None and budget is None and config.length_reward == 0:
+        return None
+    return Shaping(config.length_reward, limit, buffer or 1, budget)
+
+
 LENGTH = 1024  # tokens that the mean over a constant divides by, unless the config says otherwise
+CREDIT: dict[str, Any] = {"credit": "trajectory"}
 GROUP: dict[str, Any] = {"scale": "std", "baseline": "mean"}
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
 CRITIC: dict[str, Any] = {
@@ -265,19 +296,19 @@ centred = partial(over_batch, baseline="mean")
 
 ALGORITHMS: dict[str, Recipe] = {
     "ppo": Recipe(None, losses.ppo_clip, CLIP | CRITIC),
-    "grpo": Recipe(relative, losses.grpo, GROUP | CLIP),
-    "dr_grpo": Recipe(unscaled, losses.dr_grpo, CLIP, "constant"),
-    "dapo": Recipe(relative, losses.dapo, GROUP | CLIP | {"clip_high": 0.28}),
+    "grpo": Recipe(relative, losses.grpo, GROUP | CLIP | CREDIT),
+    "dr_grpo": Recipe(unscaled, losses.dr_grpo, CLIP | CREDIT, "constant"),
+    "dapo": Recipe(relative, losses.dapo, GROUP | CLIP | CREDIT | {"clip_high": 0.28}),
     "gspo": Recipe(
         relative, losses.gspo, GROUP | {"clip_low": 3e-4, "clip_high": 4e-4}, "sequence"
     ),
-    "cispo": Recipe(relative, losses.cispo, GROUP | {"clip_low": 1.0, "clip_high": 4.0}),
-    "rloo": Recipe(peers, losses.rloo, {}),
-    "reinforce": Recipe(relative, losses.reinforce, GROUP | {"scale": "none"}),
-    "reinforce_pp": Recipe(over_batch, losses.reinforce_pp, CLIP),
-    "reinforce_pp_baseline": Recipe(centred, losses.reinforce_pp, CLIP),
+    "cispo": Recipe(relative, losses.cispo, GROUP | CREDIT | {"clip_low": 1.0, "clip_high": 4.0}),
+    "rloo": Recipe(peers, losses.rloo, CREDIT),
+    "reinforce": Recipe(relative, losses.reinforce, GROUP | CREDIT | {"scale": "none"}),
+    "reinforce_pp": Recipe(over_batch, losses.reinforce_pp, CLIP | CREDIT),
+    "reinforce_pp_baseline": Recipe(centred, losses.reinforce_pp, CLIP | CREDIT),
     "k15": Recipe(unscaled, losses.k15, {"tau": 0.01}, pulled=True),
-    "k25": Recipe(unscaled, losses.k25, WINDOW, pulled=True),
+    "k25": Recipe(unscaled, losses.k25, WINDOW | CREDIT, pulled=True),
 }
 
 

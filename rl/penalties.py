@@ -101,10 +101,10 @@ def to_go(rewards: Tensor, sequence_ids: Tensor) -> Tensor:
     Sequences lie end to end, each whole.
     """
     check(rewards, sequence_ids)
-    sums = rewards.double().flip(0).cumsum(0).flip(0)
-    lengths = torch.unique_consecutive(sequence_ids, return_counts=True)[1]
-    behind = torch.cat([sums, sums.new_zeros(1)])[lengths.cumsum(0)]
-    return (sums - behind.repeat_interleave(lengths)).to(rewards.dtype)
+    lengths = torch.unique_consecutive(sequence_ids, return_counts=True)[1].tolist()
+    # Not the difference of sums over all: a NaN would reach every sequence before it.
+    parts = [part.flip(0).cumsum(0).flip(0) for part in rewards.double().split(lengths)]
+    return torch.cat([rewards[:0], *parts]).to(rewards.dtype)
 
 
 def sampled_weights(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -173,9 +173,10 @@ def test_value_loss_without_clip_is_half_the_square() -> None:
 
 
 def test_what_is_to_come_ends_with_its_sequence() -> None:
-    rewards = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
-    got = to_go(rewards, torch.tensor([7, 7, 3, 9, 9, 9]))
-    assert got.tolist() == [3.0, 2.0, 4.0, 56.0, 48.0, 32.0] and got.dtype == torch.float32
+    rewards = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, math.nan])
+    got = to_go(rewards, torch.tensor([7, 7, 3, 9, 9, 9, 8]))
+    assert got[:6].tolist() == [3.0, 2.0, 4.0, 56.0, 48.0, 32.0] and got.dtype == torch.float32
+    assert got[6].isnan() and to_go(rewards[:0], torch.arange(0)).tolist() == []
 
 
 def test_weights_of_samples_are_ratios_to_a_bound() -> None:
