@@ -65,6 +65,8 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "value_coefficient": _POSITIVE,
         "value_clip": _POSITIVE,
         "tau": _ANY,
+        "tau_pos": _POSITIVE,
+        "tau_neg": _POSITIVE,
         "length": _ONE,
         "entropy": _ANY,
         "overlong": _ONE,

@@ -43,6 +43,7 @@ class AlgorithmConfig:
         "dapo",
         "gspo",
         "cispo",
+        "sapo",
         "rloo",
         "reinforce",
         "reinforce_pp",
@@ -60,6 +61,8 @@ class AlgorithmConfig:
     value_coefficient: float | None = None  # of ppo: weight of the critic's loss
     value_clip: float | None = None  # of ppo: how far a value may move in an update
     tau: float | None = None  # strength of the pull towards the policy that sampled
+    tau_pos: float | None = None  # of sapo: how narrow its gate is, positive advantages
+    tau_neg: float | None = None  # and all others
     aggregation: Literal["token", "sequence", "constant"] | None = None  # which mean the loss is
     length: int | None = None  # tokens that aggregation=constant divides by, 1024 by itself
     entropy: float = 0.0  # coefficient of the entropy bonus

@@ -195,7 +195,7 @@ class Recipe:
 
     def _settings(self, config: AlgorithmConfig) -> dict[str, Any]:
         own = dict(self.settings)
-        for key in (*GROUP, *CLIP, *CRITIC, "tau", "credit"):
+        for key in (*GROUP, *CLIP, *CRITIC, "tau", "tau_pos", "tau_neg", "credit"):
             value = getattr(config, key)
             if value is not None and key not in own:
                 having = ", ".join(n for n, made in ALGORITHMS.items() if key in made.settings)
@@ -303,6 +303,9 @@ ALGORITHMS: dict[str, Recipe] = {
         relative, losses.gspo, GROUP | {"clip_low": 3e-4, "clip_high": 4e-4}, "sequence"
     ),
     "cispo": Recipe(relative, losses.cispo, GROUP | CREDIT | {"clip_low": 1.0, "clip_high": 4.0}),
+    "sapo": Recipe(
+        relative, losses.sapo, GROUP | CREDIT | {"tau_pos": 1.0, "tau_neg": 1.05}, "sequence"
+    ),
     "rloo": Recipe(peers, losses.rloo, CREDIT),
     "reinforce": Recipe(relative, losses.reinforce, GROUP | CREDIT | {"scale": "none"}),
     "reinforce_pp": Recipe(over_batch, losses.reinforce_pp, CLIP | CREDIT),

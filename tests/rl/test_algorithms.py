@@ -36,6 +36,7 @@ NUMBERS = {
     **{"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.5, "tau": 0.3, "entropy": 0.1},
     **{"gamma": 0.9, "lam": 0.5, "value_coefficient": 0.3, "value_clip": 0.05, "kl": 0.1},
     **{"overlong": 6, "overlong_buffer": 5, "budget": 4, "length_reward": 0.5},
+    **{"tau_pos": 2.0, "tau_neg": 3.0},
 }
 NEEDS = {
     "overlong_buffer": ["overlong=6"],
@@ -192,7 +193,8 @@ def test_every_setting_has_an_effect_or_is_refused(name: str, setting: str) -> N
     for value in others(setting):
         changed = allowed(name, *needs, f"{setting}={value}")
         refused = (
-            setting in (*GROUP, *CLIP, *CRITIC, "tau", "credit") and setting not in own.settings
+            setting in (*GROUP, *CLIP, *CRITIC, "tau", "tau_pos", "tau_neg", "credit")
+            and setting not in own.settings
         )
         refused |= setting == "correction" and own.pulled
         assert (changed is None) == refused, value

@@ -45,6 +45,8 @@ def trainer(logprobs: Tensor, entropy: Tensor, **changes: Any) -> Any:
     """What TRL's loss reads of a trainer, on one process and without accumulation."""
     arguments = {
         "delta": changes.pop("delta", None),
+        "sapo_temperature_pos": changes.pop("sapo_temperature_pos", 1.0),
+        "sapo_temperature_neg": changes.pop("sapo_temperature_neg", 1.05),
         "use_bias_correction_kl": False,
         "steps_per_generation": 1,
     }
@@ -157,6 +159,11 @@ def same(left: list[Any], right: list[Any]) -> None:
                 "epsilon_low": 0.3,
                 "epsilon_high": 0.3,
             },
+        ),
+        ({"name": "sapo"}, {"loss_type": "sapo"}),
+        (
+            {"name": "sapo", "tau_pos": 3.0, "tau_neg": 0.4},
+            {"loss_type": "sapo", "sapo_temperature_pos": 3.0, "sapo_temperature_neg": 0.4},
         ),
         ({"name": "grpo", "entropy": 0.2}, {"loss_type": "dapo", "entropy_coef": 0.2}),
         (
