@@ -30,7 +30,9 @@ from .algorithms import LossFunction, Objective, make_algorithm
 from .critic import Critic
 from .engine import join, leave
 from .learner import Learner
+from .penalties import Pull
 from .publish import publish
+from .reference import Reference
 from .types import Share, UpdateResult
 
 ACTOR_CPUS = 0.01  # Ray places by this number; the real use is set by ``threads``
@@ -60,9 +62,11 @@ class LearnerActor:
         temperature: float,
         vision: bool = False,
         critic: bool = False,
+        reference: tuple[str, Pull] | None = None,
     ) -> None:
         """Join the other ranks and build the learner around the policy of ``checkpoint``, which
-        gets a value head for a ``critic`` if it has none."""
+        gets a value head for a ``critic`` if it has none, and is pulled to that of ``reference``.
+        """
         device = "cuda" if self.config.gpus > 0 else "cpu"
         join(self.rank, self.config.ranks, rendezvous, device)
         loaded = load_checkpoint(checkpoint, vision=vision)
@@ -71,7 +75,14 @@ class LearnerActor:
         if critic and loaded.policy.v_head is None:
             loaded.policy.v_head = ValueHead(self.policy_config.hidden_size)
         policy = loaded.policy.to(torch.device(device))  # type: ignore[arg-type] - Module.to
-        self.learner = Learner(policy, self.config, temperature)
+        kept = None
+        if reference is not None:
+            folder, pull = reference
+            copy = load_checkpoint(folder, vision=vision).policy
+            copy.v_head = None
+            copy.to(torch.device(device))  # type: ignore[arg-type] - Module.to
+            kept = Reference(copy, pull, temperature)
+        self.learner = Learner(policy, self.config, temperature, kept)
 
     def update(
         self, steps: Sequence[Share], loss: LossFunction, decoupled: bool, critic: Critic | None
@@ -132,7 +143,8 @@ class LearnerGroup:
 
     Raises the user's mistakes and failures that a line says all about as they were raised in the
     actor, without Ray's wrapping. The first failure ends all ranks: the others would wait
-    for it in a collective. ``vision`` trains the policy's vision tower too.
+    for it in a collective. ``vision`` trains the policy's vision tower too. ``reference`` is the
+    checkpoint that an algorithm with a pull stays near, ``checkpoint`` by itself.
     """
 
     def __init__(
@@ -144,6 +156,7 @@ class LearnerGroup:
         seed: int,
         temperature: float,
         vision: bool = False,
+        reference: str | None = None,
     ) -> None:
         self.config, self.sync_config = config, sync
         self.algorithm = make_algorithm(algorithm)
@@ -153,7 +166,9 @@ class LearnerGroup:
         self.actors: list[Any] = [actor.remote(config, r, seed) for r in range(config.ranks)]
         rendezvous = self._rendezvous()
         critic = self.algorithm.critic is not None
-        start = (checkpoint, rendezvous, temperature, vision, critic)
+        pull = self.algorithm.pull
+        near = None if pull is None else (reference or checkpoint, pull)
+        start = (checkpoint, rendezvous, temperature, vision, critic, near)
         self._starting = [a.start.remote(*start) for a in self.actors]
 
     def ready(self) -> None:
@@ -169,7 +184,7 @@ class LearnerGroup:
 
         Without any group that has reward variance nothing happens, and the result says so.
         """
-        kept, stats = batch.samples_of_groups(groups, self.algorithm.advantages)
+        kept, stats = self._samples(groups)
         metrics = stats.metrics()
         if not kept:
             return UpdateResult(metrics, self.version, skipped=True)
@@ -184,6 +199,10 @@ class LearnerGroup:
             self.algorithm.decoupled,
             self.algorithm.critic,
         )
+
+    def teaching(self, groups: Sequence[Group]) -> int:
+        """Number of groups that `update` would learn from."""
+        return len(self._samples(groups)[0])
 
     def update_nll(self, sequences: Sequence[np.ndarray]) -> UpdateResult:
         """One optimizer step on the negative log-likelihood of every token but each first.
@@ -243,6 +262,14 @@ class LearnerGroup:
         self.version = result.version
         return UpdateResult(
             {**metrics, **result.metrics}, result.version, result.skipped, result.bad_tensor
+        )
+
+    def _samples(
+        self, groups: Sequence[Group]
+    ) -> tuple[list[list[batch.Sample]], batch.BatchStats]:
+        own = self.algorithm
+        return batch.samples_of_groups(
+            groups, own.advantages, credit=own.credit, shaping=own.shaping
         )
 
     def _shares(self, samples: Sequence[batch.Sample]) -> list[Share]:

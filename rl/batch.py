@@ -14,6 +14,8 @@ from ..policy.images import Placed
 from ..policy.routing import Routes
 from ..rollout.types import Group, Trajectory
 from .algorithms import AdvantageFunction
+from .credit import Credit, turn_advantages
+from .shaping import Shaping
 from .types import MicroBatch, Sample, Share
 
 
@@ -33,10 +35,13 @@ class BatchStats:
     success: float
     trained_tokens: int
     oldest_version: int
+    shaping: float | None = None  # mean of what shaping added to rewards
 
     def metrics(self) -> dict[str, float]:
         """The same as metric names."""
+        shaped = {} if self.shaping is None else {"reward_shaping": self.shaping}
         return {
+            **shaped,
             "groups": self.groups,
             "groups_without_variance": self.groups_without_variance,
             "trajectories": self.trajectories,
@@ -48,13 +53,19 @@ class BatchStats:
 
 
 def samples_of_groups(
-    groups: Sequence[Group], advantages: AdvantageFunction | None
+    groups: Sequence[Group],
+    advantages: AdvantageFunction | None,
+    *,
+    credit: Credit = "trajectory",
+    shaping: Shaping | None = None,
 ) -> tuple[list[list[Sample]], BatchStats]:
     """Samples of each group that can be learned from, and statistics over all of them.
 
     Siblings belong together by task id, in whatever order or pieces they arrive. Episodes that
     failed are left out; so are groups in which every advantage is 0: they would only dilute the
     token mean. Without ``advantages`` samples have rewards, for a critic, and no group is left out.
+    Rewards are changed by ``shaping`` first; of what they then are, each turn has its own share, or
+    with ``credit="trajectory"`` all tokens have the same.
     """
     by_task: dict[str, list[Trajectory]] = {}
     for group in groups:
@@ -63,19 +74,23 @@ def samples_of_groups(
     trajectories = [t for group in siblings for t in group]
     rewards = np.array([_reward(t) for t in trajectories])
     ids = np.repeat(np.arange(len(siblings)), [len(group) for group in siblings])
-    values = np.zeros(len(rewards))
-    if advantages is not None:
-        values = advantages(torch.from_numpy(rewards), torch.from_numpy(ids)).numpy()
     valid = np.isfinite(rewards)
+    extra = np.zeros(len(rewards))
+    if shaping is not None:
+        lengths = [sum(s.sampled * len(s.token_ids) for s in t.segments) for t in trajectories]
+        success = [t.success for t in trajectories]
+        given = (torch.from_numpy(rewards), torch.tensor(lengths), torch.tensor(success))
+        extra = shaping(*given, torch.from_numpy(ids)).numpy() - rewards
+    values = _advantages(trajectories, ids, rewards, extra, advantages, credit)
     kept: list[list[Sample]] = []
     versions: list[int] = []
     for number in range(len(siblings)):
         members = np.flatnonzero((ids == number) & valid)
-        if not (values[members].any() if advantages is not None else len(members)):
+        if not (any(values[i].any() for i in members) if advantages is not None else len(members)):
             continue
-        samples = [_sample(int(i), trajectories[i], float(values[i])) for i in members]
+        samples = [_sample(int(i), trajectories[i], values[i]) for i in members]
         if advantages is None:
-            samples = [_with_rewards(sample, trajectories[sample.id]) for sample in samples]
+            samples = [_with_rewards(s, trajectories[s.id], extra[s.id]) for s in samples]
         samples = [sample for sample in samples if sample.loss_mask.any()]
         versions += [int(v[v >= 0].min()) for v in (trajectories[s.id].versions for s in samples)]
         kept.append(samples)
@@ -88,6 +103,7 @@ def samples_of_groups(
         success=_mean([t.success for t, v in zip(trajectories, valid, strict=True) if v]),
         trained_tokens=sum(int(s.loss_mask.sum()) for group in kept for s in group),
         oldest_version=min(versions, default=-1),
+        shaping=None if shaping is None else _mean(extra[valid].tolist()),
     )
     return [group for group in kept if group], stats
 
@@ -142,30 +158,65 @@ def _reward(trajectory: Trajectory) -> float:
     return math.nan if trajectory.reward is None else float(trajectory.reward)
 
 
+def _advantages(
+    trajectories: Sequence[Trajectory],
+    ids: np.ndarray,
+    rewards: np.ndarray,
+    extra: np.ndarray,
+    advantages: AdvantageFunction | None,
+    credit: Credit,
+) -> list[np.ndarray]:
+    """Advantages of the turns of each trajectory, or one for all of them; zeros for a critic. What
+    is ``extra`` to a trajectory's reward belongs to its last turn."""
+    if advantages is None or not trajectories:
+        return [np.zeros(1) for _ in trajectories]
+    groups = torch.from_numpy(ids)
+    if credit == "trajectory":
+        return list(advantages(torch.from_numpy(rewards + extra), groups).numpy()[:, None])
+    turns = []
+    for trajectory, reward, more in zip(trajectories, rewards, extra, strict=True):
+        number = _turns(trajectory)
+        sampled = number >= 0
+        own = np.bincount(number[sampled], trajectory.rewards[sampled]).astype(np.float64)
+        own[-1:] += more
+        turns.append(torch.from_numpy(own if np.isfinite(reward) else np.full_like(own, np.nan)))
+    return [own.numpy() for own in turn_advantages(turns, groups, advantages, credit)]
+
+
+def _turns(trajectory: Trajectory) -> np.ndarray:
+    """Which turn sampled each token, from 0, and -1 on given ones [T]."""
+    number = np.cumsum([segment.sampled for segment in trajectory.segments]) - 1
+    own = [n if s.sampled else -1 for n, s in zip(number, trajectory.segments, strict=True)]
+    return np.repeat(np.array(own, np.int64), [len(s.token_ids) for s in trajectory.segments])
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def _sample(number: int, trajectory: Trajectory, advantage: float) -> Sample:
+def _sample(number: int, trajectory: Trajectory, advantages: np.ndarray) -> Sample:
+    """A trajectory up to its last trained token, with the advantages of its turns, or one."""
     mask = trajectory.loss_mask.copy()
     mask[:1] = False  # nothing predicts the first token
     trained = np.flatnonzero(mask)
     end = int(trained[-1]) + 1 if len(trained) else 0  # nothing after it matters to the loss
     mask = mask[:end]
     routes = trajectory.routes
+    of_tokens = advantages if len(advantages) == 1 else advantages[_turns(trajectory)[:end]]
     return Sample(
         id=number,
         token_ids=trajectory.token_ids[:end].astype(np.int64),
         loss_mask=mask,
         behavior_logprobs=np.where(mask, trajectory.logprobs[:end], 0).astype(np.float32),
-        advantages=np.where(mask, advantage, 0).astype(np.float32),
+        advantages=np.where(mask, of_tokens, 0).astype(np.float32),
         images=tuple(image for image in trajectory.images if image.start < end),
         routes=None if routes is None else routes.first(end),
     )
 
 
-def _with_rewards(sample: Sample, trajectory: Trajectory) -> Sample:
+def _with_rewards(sample: Sample, trajectory: Trajectory, extra: float) -> Sample:
     rewards = trajectory.rewards[: len(sample)]
+    rewards[-1:] += extra
     return replace(sample, rewards=rewards, terminated=trajectory.terminated)
 
 

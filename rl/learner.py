@@ -26,6 +26,8 @@ from ..policy.thresholds import ThresholdRule, make_rule
 from .algorithms import LossFunction
 from .critic import Critic, Judged, judge, whiten_over_ranks, with_values
 from .engine import Engine
+from .penalties import to_go
+from .reference import Reference
 from .replay import Replay
 from .types import LossOutput, MicroBatch, Share, UpdateResult
 
@@ -44,18 +46,28 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What the policy said of a micro-batch before the update: log-probs of its trained tokens [R],
-    what a critic made of their rewards, and the routes, if they are to be replayed."""
+    """What was said of a micro-batch before the update: log-probs of its trained tokens [R] by the
+    policy and by the reference, what a critic made of their rewards, or what to add to their
+    advantages, and the routes, if they are to be replayed."""
 
-    logprobs: Tensor
-    judged: Judged | None
-    routes: Routes | None
+    logprobs: Tensor | None = None
+    judged: Judged | None = None
+    reference: Tensor | None = None
+    bonus: Tensor | None = None
+    routes: Routes | None = None
 
 
 class Learner:
     """Optimizer steps on packed micro-batches; every rank calls every method, in the same order."""
 
-    def __init__(self, policy: torch.nn.Module, config: LearnerConfig, temperature: float) -> None:
+    def __init__(
+        self,
+        policy: torch.nn.Module,
+        config: LearnerConfig,
+        temperature: float,
+        reference: Reference | None = None,
+    ) -> None:
+        self.reference = reference
         self.engine = Engine(policy, config)
         self.policy: _Policy = policy  # type: ignore[assignment]
         self.config = config
@@ -94,8 +106,8 @@ class Learner:
         before: Sequence[Sequence[Before | None]]
         # With a single step the forward that learns gives the log-probs itself.
         proximal = (decoupled and len(steps) > 1) or self.replay.wants_pass_before(len(steps))
-        if critic is not None or proximal:
-            before = self._before(steps, critic)
+        if critic is not None or self.reference is not None or proximal:
+            before = self._before(steps, critic, proximal)
         else:
             before = [[None] * len(share.micro_batches) for share in steps]
         for share, known in zip(steps, before, strict=True):
@@ -136,10 +148,15 @@ class Learner:
         self.engine.all_reduce([total])
         return float(total) / share.denominator
 
-    def _before(self, steps: Sequence[Share], critic: Critic | None) -> list[list[Before]]:
-        """What is known before the update of each micro-batch, uncounted and without gradient."""
+    def _before(
+        self, steps: Sequence[Share], critic: Critic | None, proximal: bool
+    ) -> list[list[Before]]:
+        """What is known before the update of each micro-batch, uncounted and without gradient;
+        log-probs of the policy for a critic, or if they are wanted as ``proximal`` ones."""
         with torch.no_grad():
-            known = [[self._known(b, critic) for b in share.micro_batches] for share in steps]
+            known = [
+                [self._known(b, critic, proximal) for b in share.micro_batches] for share in steps
+            ]
         if critic is None:
             return known
         own = [b.judged for part in known for b in part if b.judged is not None]
@@ -149,19 +166,28 @@ class Learner:
             for part in known
         ]
 
-    def _known(self, batch: MicroBatch, critic: Critic | None) -> Before:
-        count = len(_positions(batch))
+    def _known(self, batch: MicroBatch, critic: Critic | None, proximal: bool) -> Before:
+        positions = _positions(batch)
+        reference = rewards = None
+        if self.reference is not None:
+            reference, rewards = self.reference.score(batch, positions)
+        bonus = None
+        if critic is None and rewards is not None:
+            bonus = to_go(rewards, self._tensor(batch.sequence_ids[positions]))
+        if critic is None and not proximal:
+            return Before(None, None, reference, bonus)
+        count = len(positions)
         more = None if critic is None else batch.cu_seqlens[1:] - 1
         out, routes = self.replay.first_pass(
             batch, lambda: self._forward(batch, last=False, more=more)
         )
         if critic is None:
-            return Before(out.logprobs, None, routes)
+            return Before(out.logprobs, None, reference, bonus, routes)
         assert out.values is not None, "a critic needs a value head"
         judged = None
         if not batch.padding:
-            judged = judge(batch, out.values[:count], out.values[count:], critic)
-        return Before(out.logprobs[:count], judged, routes)
+            judged = judge(batch, out.values[:count], out.values[count:], critic, rewards)
+        return Before(out.logprobs[:count], judged, reference, routes=routes)
 
     def _optimizer_step(
         self,
@@ -171,7 +197,8 @@ class Learner:
         critic: Critic | None,
     ) -> tuple[dict[str, float], str | None]:
         outputs = []
-        replaying = self.replay.active(before[0] is not None)
+        passed = before[0] is not None and before[0].logprobs is not None
+        replaying = self.replay.active(passed)
         for number, (batch, known) in enumerate(zip(share.micro_batches, before, strict=True)):
             last = number == len(share.micro_batches) - 1
             routes = self.replay.routes(batch, None if known is None else known.routes)
@@ -260,9 +287,13 @@ class Learner:
         positions = _positions(batch)
         mask = self._tensor(batch.loss_mask[positions])
         advantages = self._tensor(batch.advantages[positions])
-        judged = before.judged if before is not None else None
+        before = before or Before()
+        judged = before.judged
         if judged is not None:
             advantages = judged.advantages.float()
+        elif before.bonus is not None:
+            advantages = advantages + before.bonus
+        pulled = {} if before.reference is None else {"reference_logprobs": before.reference}
         output = loss(
             out.logprobs,
             self._tensor(batch.behavior_logprobs[positions]),
@@ -272,7 +303,8 @@ class Learner:
             denominator=share.denominator,
             sequences=share.sequences,
             entropy=out.entropy,
-            proximal_logprobs=None if before is None else before.logprobs,
+            proximal_logprobs=before.logprobs,
+            **pulled,
         )
         if critic is not None and out.values is not None:
             none = advantages.double()  # in padding, where nothing counts

@@ -113,6 +113,32 @@ def cispo(
     return _output(surrogate, weights, mask, denominator, log_ratio, (factor != ratio) & mask)
 
 
+def sapo(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    sequence_ids: Tensor,
+    denominator: int,
+    weights: Tensor | None = None,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> LossOutput:
+    """``-sigmoid(tau * (ratio - 1)) * 4 / tau * A``: a soft gate in place of the clip.
+
+    SAPO, arXiv:2511.20347, and TRL 1.16: at ratio 1 the gradient is that of the ratio itself, and
+    fades on both sides, faster with a larger tau; ``tau_pos`` is that of positive advantages,
+    ``tau_neg`` that of all others.
+    """
+    check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
+    advantages = masked(advantages, mask)
+    tau = torch.where(advantages > 0, tau_pos, tau_neg)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
+    return _output(gate * advantages, weights, mask, denominator, log_ratio, None)
+
+
 def k25(
     logprobs: Tensor,
     behavior_logprobs: Tensor,

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
 
-from farhorizon.configs.errors import RunFailed
+from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.load import dump_config, load_config
 from farhorizon.configs.schema import (
     AlgorithmConfig,
@@ -158,6 +160,37 @@ def test_ppo_resumes_with_its_critic(base: TrainConfig, tmp_path: Path) -> None:
     by_step = rows(whole)
     assert all(row["learn/value_loss"] > 0 for row in by_step if row["step"] > 0)
     assert all(row["train/version"] == row["step"] for row in by_step if row["step"] > 0)
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_a_pull_to_the_start_goes_on_after_a_resume(
+    finished: TrainConfig, tmp_path: Path, where: Literal["loss", "reward"]
+) -> None:
+    """The reference is where the run began, not where it went on."""
+    pulled = AlgorithmConfig(kl=3.0, kl_in=where, kl_estimator="k2")
+    config = replace(finished, algorithm=pulled, eval_episodes=0, steps=2)
+    whole, parts = (replace(config, output=str(tmp_path / name)) for name in ("whole", "parts"))
+    assert train(whole) == 0
+    for steps in (1, 2):
+        assert train(replace(parts, steps=steps)) == 0
+    assert weights(parts) == weights(whole)
+    first, second = (row["learn/reference_kl"] for row in rows(whole))
+    assert 0 <= first < 1e-9 < second
+    assert "learn/reference_kl" not in rows(finished)[1]
+
+
+def test_a_reference_that_does_not_fit_is_one_line(base: TrainConfig, tmp_path: Path) -> None:
+    config = replace(base, output=str(tmp_path / "none"), reference=base.policy)
+    with pytest.raises(UserError, match=r"^reference=.*it needs algorithm\.kl above 0$"):
+        train(config)
+    pulled = replace(config, algorithm=AlgorithmConfig(kl=0.1))
+    with pytest.raises(UserError, match=r"^algorithm\.kl needs its reference: .*no such folder$"):
+        train(replace(pulled, reference=str(tmp_path / "gone")))
+    other = shutil.copytree(base.policy, tmp_path / "other")
+    stage = json.loads((other / "stage.json").read_text())
+    (other / "stage.json").write_text(json.dumps({**stage, "tokenizer_sha256": "0"}))
+    with pytest.raises(UserError, match=r"^reference .*other: has another tokenizer than policy"):
+        train(replace(pulled, reference=str(other)))
 
 
 def test_two_actors_and_two_ranks_give_the_same_run(finished: TrainConfig, tmp_path: Path) -> None:

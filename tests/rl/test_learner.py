@@ -85,7 +85,9 @@ def test_any_split_gives_the_same_loss_gradient_and_weights(
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("tokens", [1000, 1])
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", ["gspo", "dr_grpo", "k15", "masked", "truncated"])
+@pytest.mark.parametrize(
+    "name", ["gspo", "dr_grpo", "k15", "masked", "truncated", "pulled", "charged"]
+)
 def test_other_objectives_are_the_same_under_any_split(
     played: Path, name: str, ranks: int, tokens: int, stage: int
 ) -> None:
@@ -95,6 +97,8 @@ def test_other_objectives_are_the_same_under_any_split(
     assert got.keys() == want.keys()
     for key in want.keys() - {"lr", "expert_load_max"}:
         assert got[key] == pytest.approx(want[key], rel=1e-4, abs=1e-6), key
+    if name in ("pulled", "charged"):
+        assert abs(want["reference_kl"]) > 0.1  # k1 of random tokens
     if name in ("masked", "truncated"):
         assert 0 < want["correction_removed"] < 1 and want["log_ratio_first"] > 0.1
     after, whole = (

@@ -39,6 +39,7 @@ from farhorizon.rl.batch import shares
 from farhorizon.rl.engine import join, leave
 from farhorizon.rl.learner import Learner
 from farhorizon.rl.publish import publish
+from farhorizon.rl.reference import Reference
 from farhorizon.rl.types import Sample, Share
 from farhorizon.rollout.sync import WeightReceiver
 
@@ -51,6 +52,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "k15": {"name": "k15", "tau": 0.3},
     "masked": {"correction": "sequence_mask", "correction_low": 0.1},
     "truncated": {"name": "reinforce", "correction": "token_truncate", "correction_high": 1.1},
+    "pulled": {"kl": 0.2, "correction": "token_truncate"},
+    "charged": {"name": "gspo", "kl": 0.2, "kl_in": "reward"},
 }
 
 
@@ -480,6 +483,8 @@ def algorithms(out: dict[str, Any]) -> None:
         for stage in (0, 3):
             for tokens in (PACKED, SINGLE):
                 own = learner(FakePolicy(), stage, eps=1e-3)
+                if made.pull is not None:
+                    own.reference = Reference(FakePolicy(seed=1), made.pull, own.temperature)
                 steps = [share(step, tokens) for step in range(2)]
                 key = f"{name}-{stage}-{tokens}"
                 out[key] = own.update(steps, made.loss, made.decoupled).metrics
@@ -488,13 +493,17 @@ def algorithms(out: dict[str, Any]) -> None:
 
 def with_critic(out: dict[str, Any]) -> None:
     """PPO on rewards at the end of each sequence, some of which were cut off."""
-    made = make_algorithm(AlgorithmConfig(name="ppo", gamma=0.9, lam=0.8))
+    made = make_algorithm(AlgorithmConfig(name="ppo", gamma=0.9, lam=0.8, kl=0.3, kl_in="reward"))
+    assert made.pull is not None
+    torch.manual_seed(1)
+    other = Policy(PolicyConfig.tiny(vocab_size=64, hidden_size=32, num_hidden_layers=2))
     for stage in (0, 3):
         for tokens in (PACKED, SINGLE):
             policy = tiny_policy()
             policy.v_head = ValueHead(32)
             torch.nn.init.normal_(policy.v_head.summary.weight)
             own = learner(policy, stage, eps=1e-3)
+            own.reference = Reference(other, made.pull, own.temperature)
             results = []
             for update in range(2):
                 steps = [
