@@ -188,7 +188,7 @@ class LearnerGroup:
         metrics = stats.metrics()
         if not kept:
             return UpdateResult(metrics, self.version, skipped=True)
-        metrics["staleness_max"] = self.version - stats.oldest_version
+        metrics |= stats.staleness(self.version)
         steps = batch.deal(kept, self.config.minibatches)
         return self._update(
             [self._shares(samples) for samples in steps],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,8 +23,7 @@ from .types import MicroBatch, Sample, Share
 class BatchStats:
     """What a rollout batch held, and what of it could be learned from.
 
-    ``reward_mean`` and ``success`` are over episodes with a reward, nan if there are none;
-    ``oldest_version`` is the oldest weight version of any trained token, -1 if none is trained.
+    ``reward_mean`` and ``success`` are over episodes with a reward, nan if there are none.
     """
 
     groups: int
@@ -33,8 +33,15 @@ class BatchStats:
     reward_mean: float
     success: float
     trained_tokens: int
-    oldest_version: int
+    tokens_of_version: Mapping[int, int]  # trained tokens by the version that sampled them
     shaping: float | None = None  # mean of what shaping added to rewards
+
+    def staleness(self, version: int) -> dict[str, float]:
+        """How many versions trained tokens lag behind ``version``: the share of each lag, and the
+        largest one."""
+        lags = {version - v: n for v, n in sorted(self.tokens_of_version.items(), reverse=True)}
+        shares = {f"staleness_{lag}": n / self.trained_tokens for lag, n in lags.items()}
+        return {**shares, "staleness_max": max(lags)} if lags else {}
 
     def metrics(self) -> dict[str, float]:
         """The same as metric names."""
@@ -82,7 +89,7 @@ def samples_of_groups(
         extra = shaping(*given, torch.from_numpy(ids)).numpy() - rewards
     values = _advantages(trajectories, ids, rewards, extra, advantages, credit)
     kept: list[list[Sample]] = []
-    versions: list[int] = []
+    versions: Counter[int] = Counter()
     for number in range(len(siblings)):
         members = np.flatnonzero((ids == number) & valid)
         if not (any(values[i].any() for i in members) if advantages is not None else len(members)):
@@ -91,7 +98,10 @@ def samples_of_groups(
         if advantages is None:
             samples = [_with_rewards(s, trajectories[s.id], extra[s.id]) for s in samples]
         samples = [sample for sample in samples if sample.loss_mask.any()]
-        versions += [int(v[v >= 0].min()) for v in (trajectories[s.id].versions for s in samples)]
+        for sample in samples:
+            versions.update(
+                trajectories[sample.id].versions[: len(sample)][sample.loss_mask].tolist()
+            )
         kept.append(samples)
     stats = BatchStats(
         groups=len(siblings),
@@ -101,7 +111,7 @@ def samples_of_groups(
         reward_mean=float(rewards[valid].mean()) if valid.any() else math.nan,
         success=_mean([t.success for t, v in zip(trajectories, valid, strict=True) if v]),
         trained_tokens=sum(int(s.loss_mask.sum()) for group in kept for s in group),
-        oldest_version=min(versions, default=-1),
+        tokens_of_version=dict(versions),
         shaping=None if shaping is None else _mean(extra[valid].tolist()),
     )
     return [group for group in kept if group], stats

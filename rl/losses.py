@@ -10,7 +10,8 @@ is 1. Sequences must be whole within a call where a ratio is one of sequences.
 
 Metrics of all that compare two policies: ``ratio``, ``log_ratio_abs`` and ``log_ratio_max``
 (distance of learner and sampler log-probs), ``kl`` (of the sampler from the learner, the estimator
-ratio - 1 - log ratio); of those that clip, ``clip_fraction`` (trained tokens outside of the range).
+ratio - 1 - log ratio); of those that clip, ``clip_fraction`` (trained tokens outside of the range),
+of which ``clip_fraction_low`` were below it and ``clip_fraction_high`` above.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def ppo_clip(
         floor = dual_clip * advantages
         surrogate = torch.where(advantages < 0, torch.maximum(surrogate, floor), surrogate)
     clipped = (surrogate != free) & mask
-    return _output(surrogate, weights, mask, denominator, log_ratio, clipped)
+    return _output(surrogate, weights, mask, denominator, log_ratio, clipped, ratio)
 
 
 def gspo(
@@ -84,7 +85,7 @@ def gspo(
     free = ratio * advantages
     surrogate = torch.minimum(free, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     clipped = (surrogate != free) & mask
-    return _output(surrogate, weights, mask, denominator, bounded(own), clipped)
+    return _output(surrogate, weights, mask, denominator, bounded(own), clipped, ratio)
 
 
 def cispo(
@@ -110,7 +111,8 @@ def cispo(
     ratio = log_ratio.detach().exp()
     factor = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = factor * masked(advantages, mask) * masked(logprobs, mask)
-    return _output(surrogate, weights, mask, denominator, log_ratio, (factor != ratio) & mask)
+    outside = (factor != ratio) & mask
+    return _output(surrogate, weights, mask, denominator, log_ratio, outside, ratio)
 
 
 def sapo(
@@ -166,7 +168,8 @@ def k25(
     ratio = log_ratio.exp()
     window = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = window * masked(advantages, mask) - tau * own.square()
-    return _output(surrogate, weights, mask, denominator, log_ratio, (window != ratio) & mask)
+    outside = (window != ratio) & mask
+    return _output(surrogate, weights, mask, denominator, log_ratio, outside, ratio)
 
 
 def k15(
@@ -275,9 +278,15 @@ def _output(
     denominator: int,
     log_ratio: Tensor,
     clipped: Tensor | None,
+    ratio: Tensor | None = None,
 ) -> LossOutput:
-    """The loss of a surrogate that is to grow, 0 outside of the mask, with the usual metrics."""
+    """The loss of a surrogate that is to grow, 0 outside of the mask, with the usual metrics;
+    ``clipped`` tokens are those outside of a range around ratio 1."""
     metrics, maxima = distance(log_ratio, mask, denominator)
     if clipped is not None:
-        metrics = {"clip_fraction": clipped.sum() / denominator, **metrics}
+        assert ratio is not None
+        high = clipped & (ratio > 1)
+        fractions = {"": clipped, "_low": clipped & ~high, "_high": high}
+        own = {f"clip_fraction{side}": x.sum() / denominator for side, x in fractions.items()}
+        metrics = {**own, **metrics}
     return LossOutput(-mean(surrogate, weights, mask, denominator), metrics, maxima)

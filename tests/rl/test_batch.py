@@ -70,7 +70,11 @@ def test_masks_and_logprobs_stand_on_the_sampled_tokens() -> None:
     assert first.advantages.tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1]
     assert first.behavior_logprobs.tolist() == [0, 0, -0.5, -0.5, 0, 0, 0, -0.25, -0.25]
     assert second.advantages.tolist() == [0, 0, -1, -1]
-    assert stats.trained_tokens == 6 and stats.oldest_version == 0
+    assert stats.trained_tokens == 6 and stats.tokens_of_version == {0: 4, 3: 2}
+    assert stats.staleness(4) == {
+        **{"staleness_1": pytest.approx(1 / 3), "staleness_4": pytest.approx(2 / 3)},
+        "staleness_max": 4,
+    }
     (share,) = shares([first], 1, 100)
     assert share.denominator == 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -80,6 +81,20 @@ def test_any_split_gives_the_same_loss_gradient_and_weights(
             assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-6), key
     after = weights(played, ranks, f"fake-{stage}-{layout}")
     assert distance(after, weights(played, 1, "fake-0-packed")) < 1e-5
+
+
+@pytest.mark.parametrize("name", [*(f"fake-{s}-single" for s in STAGES), "tiny-0", "tiny-3"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_norms_of_parts_make_the_norm_of_the_gradient(played: Path, ranks: int, name: str) -> None:
+    tiny = name.startswith("tiny")
+    names = ("kda", "mla", "router", "experts", "attn_res", "rest") if tiny else ("rest",)
+    first = results(played, 1, "tiny-0" if tiny else "fake-0-single")
+    for step, whole in zip(results(played, ranks, name), first, strict=True):
+        parts = {key: value for key, value in step.items() if key.startswith("grad_norm_")}
+        assert set(parts) == {f"grad_norm_{part}" for part in names}
+        assert math.hypot(*parts.values()) == pytest.approx(step["grad_norm"], rel=1e-5)
+        for key, value in parts.items():
+            assert value == pytest.approx(whole[key], rel=1e-3) and value > 0, key
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -353,3 +353,16 @@ def test_weights_multiply_and_zero_removes() -> None:
         bad.logprobs[first] = -math.inf
         got, gradient = run(CASES[name][0], bad, 20, weights=weights)
         assert math.isfinite(got.loss.item()) or name == "k25"
+
+
+@pytest.mark.parametrize("name", CLIPPING)
+def test_clipped_tokens_are_told_by_side(name: str) -> None:
+    own = data()
+    out, _ = run(CASES[name][0], own, 20)
+    low, high = (float(out.metrics[f"clip_fraction_{side}"]) for side in ("low", "high"))
+    assert low + high == pytest.approx(float(out.metrics["clip_fraction"]))
+    raised = replace(own, behavior=own.behavior - 5, advantages=own.advantages.abs())
+    out, _ = run(CASES[name][0], raised, 20)
+    trained = int(own.mask.sum()) / 20
+    assert float(out.metrics["clip_fraction_high"]) == pytest.approx(trained)
+    assert float(out.metrics["clip_fraction_low"]) == 0
