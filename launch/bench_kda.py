@@ -21,7 +21,7 @@ from ..configs.schema import KdaBenchConfig
 from .files import sole_user
 from .kda_measure import Bench, CudaMeter, copy_speed, versions
 from .kda_peers import DECODERS, check_peers, find_sides
-from .kda_report import tables, write_report
+from .kda_report import line, tables, write_report
 from .kda_rows import Row, append_rows, parse_shape
 
 
@@ -38,6 +38,7 @@ def bench_kda(config: KdaBenchConfig) -> int:
 
     def take(found: list[Row]) -> None:
         rows.extend(found)
+        print(*map(line, found), sep="\n", flush=True)
         if folder is not None:
             write_report(folder, append_rows(folder, found))
 

@@ -147,11 +147,12 @@ class Bench:
         closed = (inputs["g"].detach() + 6).requires_grad_()  # sigmoid 0.9975 in the mean
         errors: dict[str, dict[str, dict[str, float | None]]] = {s.name: {} for s in self.sides}
         first: dict[str, float] = {}
+        shape = shape_text(tokens, heads)
         print(f"{tokens} x {heads} heads, errors beside fp64")
         for name, given in ((RANDOM, inputs), (CLOSED, inputs | {"g": closed})):
             found = self._compare(given, backward, first)
             print(*error_lines(name, found), sep="\n", flush=True)
-            judge(name, found[OURS])
+            judge(shape, name, found[OURS])
             for side in self.sides:
                 errors[side.name][name] = dict(found[side.name])
         del closed, given
@@ -161,7 +162,7 @@ class Bench:
         rows = [
             self.origin(
                 kind="sequence",
-                shape=shape_text(tokens, heads),
+                shape=shape,
                 name=side.name,
                 forward_ms=times[side.name][0],
                 both_ms=times[side.name][1],
@@ -311,7 +312,7 @@ def relative(found: Tensor, truth: Tensor) -> float:
     return float((found.double() - truth).norm() / truth.norm())
 
 
-def judge(inputs: str, errors: dict[str, float]) -> None:
+def judge(shape: str, inputs: str, errors: dict[str, float]) -> None:
     """RunFailed if an error of ours is above what is allowed; written so that a NaN fails."""
     for name, error in errors.items():
         allowed = ALLOWED_GRADIENT if name.startswith("d") else ALLOWED_OUT
@@ -319,7 +320,7 @@ def judge(inputs: str, errors: dict[str, float]) -> None:
             allowed = ALLOWED_CLOSED_GATE
         if not error < allowed:
             raise RunFailed(
-                f"{name} is off by {error:.1e} with log decays {inputs}, allowed {allowed:.0e}"
+                f"{shape}, log decays {inputs}: {name} is off by {error:.1e}, allowed {allowed:.0e}"
             )
 
 

@@ -24,6 +24,12 @@ Decode: one token of every sequence, states in fp32 that lie outside of the L2 c
 those of inputs, outputs, and states read and written once; the copy is of 1 GiB on the device."""
 
 
+def line(row: Row) -> str:
+    """What was measured, for people who wait for the tables."""
+    both = "" if row.both_ms is None else f", {row.both_ms:.3f} ms with backward"
+    return f"  {row.name:24} {row.forward_ms:.4f} ms{both}"
+
+
 def write_report(folder: Path, rows: Sequence[Row]) -> None:
     """``kda.md`` and ``kda.png`` of all rows; UserError if they cannot be written."""
     write_text(folder / "kda.md", f"# KDA\n\n{tables(rows)}\n\n{NOTES}\n")
