@@ -123,22 +123,21 @@ def _panel(
     """One bar for every row that has the figure, at its shape's place."""
     there = [row for row in last if getattr(row, key) is not None]
     shapes = shapes_of(there)
-    names = sorted({row.name for row in last}, key=lambda name: (name != OURS, name))
+    everyone = sorted({row.name for row in last}, key=lambda name: (name != OURS, name))
+    names = [name for name in everyone if any(row.name == name for row in there)]
     width = 0.8 / len(names)
     for index, name in enumerate(names):
         mine = [row for row in there if row.name == name]
-        if not mine:
-            continue
         offset = (index - (len(names) - 1) / 2) * width
         bars = axes.bar(
             [shapes.index(row.shape) + offset for row in mine],
             [getattr(row, key) for row in mine],
             width,
             label=name,
-            color=f"C{index}",
+            color=f"C{everyone.index(name)}",
         )
         times = [ratio(row, rows, key) for row in mine]
-        labels = ["" if r is None else f"{r:.1f}x" for r in times]
+        labels = ["" if r is None else f"{r:.2f}x" for r in times]
         axes.bar_label(bars, labels, fontsize=7, padding=1)
     axes.set_xticks(range(len(shapes)), shapes, fontsize=8)
 
