@@ -127,7 +127,13 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "runs": _ONE,
         "rollout.temperature": _POSITIVE,
     },
-    schema.KdaBenchConfig: {"seed": _SEED, "repeats": _ONE},
+    schema.KdaBenchConfig: {
+        "seed": _SEED,
+        "repeats": _ONE,
+        "lengths": _ONE,
+        "heads": _ONE,
+        "forward_only_from": _ONE,
+    },
     schema.ParityBenchConfig: {"seed": _SEED, "lengths": _Range(2), "sampled": _ONE},
     schema.PlanConfig: {
         "context": _ONE,

@@ -229,11 +229,14 @@ class BenchConfig:
 class KdaBenchConfig:
     """KDA on this GPU beside other implementations that are installed."""
 
-    shapes: tuple[str, ...] = ("8192x32", "8192x64", "8192x96", "65536x32")  # TOKENSxHEADS
+    lengths: tuple[int, ...] = (8192, 65536, 131072)  # tokens of one sequence
+    heads: tuple[int, ...] = (32, 64, 96)  # of size 128; every length with every one
+    forward_only_from: int = 131072  # from this length on there is no backward pass: memory
+    decode: tuple[str, ...] = ("32x64", "64x64", "128x96")  # SEQUENCESxHEADS, of one token each
+    peers: tuple[str, ...] = ("fla", "flashkda")  # flash-linear-attention, FlashKDA
     repeats: int = 30  # replays behind each median
-    peers: bool = True  # measure flash-linear-attention and FlashKDA where installed
     seed: int = 0
-    output: str | None = None  # file that gets one JSON line
+    output: str | None = None  # folder of kda.jsonl, which grows, kda.md and kda.png
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

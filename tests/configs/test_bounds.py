@@ -106,6 +106,7 @@ def test_defaults_are_within_bounds(schema: type) -> None:
         (SftConfig, "lr=inf", "lr=inf must be finite and above 0"),
         (BenchConfig, "steps=0", "steps=0 must be at least 1"),
         (KdaBenchConfig, "repeats=0", "repeats=0 must be at least 1"),
+        (KdaBenchConfig, "heads=[64, 0]", "heads=[64, 0] must be at least 1"),
         (ParityBenchConfig, "lengths=[9, 1]", "lengths=[9, 1] must be at least 2"),
         (BenchConfig, "rollout.temperature=0", "rollout.temperature=0.0 must be above 0"),
     ],
