@@ -32,7 +32,8 @@ def kl_estimate(
         return log_ratio
     if estimator == "k2":
         return 0.5 * log_ratio.square()
-    return bounded(-log_ratio).exp() - 1 + log_ratio
+    apart = bounded(-log_ratio)
+    return apart.exp() - 1 - apart
 
 
 def kl_loss(

@@ -116,6 +116,17 @@ def test_a_reference_that_finds_a_token_far_likelier_stays_finite() -> None:
     assert out.loss.isfinite() and gradient.item() == pytest.approx(1 - 1e4)
 
 
+@pytest.mark.parametrize("apart", [-19.0, -21.0, -100.0, -1e9])
+def test_k3_is_a_distance_and_pulls_nowhere_else_however_far(apart: float) -> None:
+    """Where the reference finds the token far likelier: never below 0, never pushed further."""
+    policy = torch.tensor([apart], requires_grad=True)
+    yes = torch.tensor([True])
+    out = kl_loss(policy, torch.tensor([0.0]), yes, denominator=1, gradient="own")
+    (slope,) = torch.autograd.grad(out.loss, policy)
+    assert 1e8 < out.loss.item() < math.inf and -math.inf < slope.item() <= 0
+    assert (slope.item() < 0) == (apart > -20)
+
+
 def test_entropy_bonus_by_hand() -> None:
     entropy = torch.tensor([1.0, math.nan, 3.0], requires_grad=True)
     mask = torch.tensor([True, False, True])
