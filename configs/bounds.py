@@ -63,7 +63,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "gamma": _SHARE,
         "lam": _SHARE,
         "value_coefficient": _POSITIVE,
-        "value_clip": _POSITIVE,
+        "value_clip": _ANY,
         "tau": _ANY,
         "length": _ONE,
         "entropy": _ANY,

@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from farhorizon.configs.bounds import check_bounds
+from farhorizon.configs.load import override_config
+from farhorizon.configs.schema import AlgorithmConfig
+from farhorizon.rl.algorithms import make_algorithm
 from farhorizon.rl.batch import samples_of_groups, shares
 from farhorizon.rl.critic import Critic, Judged, judge, whiten_over_ranks, with_values
 from farhorizon.rl.types import LossOutput, MicroBatch
@@ -117,7 +121,21 @@ def test_the_critics_loss_is_added() -> None:
     )
     assert out.loss.item() == pytest.approx(10 + 0.1 * 1.5**2 / 2 / 4)
     assert torch.autograd.grad(out.loss, values)[0].tolist() == pytest.approx([-0.0375, 0.0])
-    assert {"kl", "value_loss", "value_clip_fraction"} == set(out.metrics)
+    assert {"kl", "value_error", "value_clip_fraction"} == set(out.metrics)
+
+
+def test_a_value_clip_of_zero_leaves_the_plain_square() -> None:
+    config = override_config(AlgorithmConfig(name="ppo"), ["value_clip=0"])
+    check_bounds(config)
+    values = torch.tensor([3.0], requires_grad=True)  # moved by 2 towards a return of 4
+    before = Judged(*(torch.tensor([x], dtype=torch.float64) for x in (1.0, 3.0, 4.0)))
+    for made, loss in ((config, 0.5), (AlgorithmConfig(name="ppo"), 0.5 * 2.8**2)):
+        critic = make_algorithm(made).critic
+        assert critic is not None
+        none = LossOutput(torch.zeros(()), {})
+        out = with_values(none, critic, values, before, torch.tensor([True]), 1)
+        assert out.loss.item() == pytest.approx(0.1 * loss)
+        assert float(out.metrics["value_error"]) == 0.5
 
 
 def episode(sibling: int, stop: StopReason, *rewards: float) -> Trajectory:
