@@ -96,7 +96,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "steps": _ONE,
         "context": _ONE,
         "groups_per_step": _ONE,
-        "group_size": _Range(2),  # an advantage compares siblings
+        "group_size": _ONE,
         "max_staleness": _ANY,
         "eval_every": _ANY,
         "eval_episodes": _ANY,

@@ -163,7 +163,7 @@ def test_rewards_stand_on_the_last_token_of_their_turn() -> None:
     )
     (samples,), stats = samples_of_groups([group], None)
     assert [s.id for s in samples] == [0, 1, 2]  # equal rewards too have something to teach
-    assert stats.groups_without_variance == 0 and stats.without_reward == 1
+    assert (stats.groups_without_variance, stats.groups_left_out, stats.without_reward) == (0, 0, 1)
     for sample, last in zip(samples, (1.0, 1.0, 0.0), strict=True):
         assert sample.rewards is not None
         assert sample.rewards.tolist() == [0, 0, 0, 0.5, 0, 0, 0, last]
@@ -174,7 +174,16 @@ def test_rewards_stand_on_the_last_token_of_their_turn() -> None:
     assert batch.rewards is not None and batch.terminated is not None
     assert batch.rewards.tolist() == [0, 0, 0, 0.5, 0, 0, 0, 1] * 2 + [0, 0, 0, 0.5, 0, 0, 0, 0]
     assert batch.terminated.tolist() == [True, False, False]
-    assert samples_of_groups([Group("t", (episode(0, StopReason.ERROR),))], None)[0] == []
+
+
+def test_groups_for_a_critic_are_counted_by_their_rewards() -> None:
+    """Equal ones have no variance and are learned from; failed ones have neither."""
+    equal = tuple(episode(i, StopReason.TERMINATED, 0.5, 1.0) for i in range(2))
+    failed = Group("u", (episode(0, StopReason.ERROR),))
+    kept, stats = samples_of_groups([Group("t", equal), failed], None)
+    assert [len(members) for members in kept] == [2]
+    assert (stats.groups, stats.groups_without_variance, stats.groups_left_out) == (2, 1, 1)
+    assert samples_of_groups([failed], None)[0] == []
 
 
 def test_rewards_beyond_the_sampled_turns_are_kept() -> None:
