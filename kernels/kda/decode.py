@@ -9,10 +9,10 @@ from .fused import HEAD_SIZES
 from .step import FLOATS
 from .triton_decode import decode_kernel
 
-# A program is a head, for the norm is over all of it. It takes ``COLUMNS`` of the state at a time and
-# holds ``HELD`` such blocks in registers, so that three programs share an SM at head size 128, and
-# loads, sums and stores of different heads overlap. No more warps than there are channels in 32s:
-# with more Triton loads every small vector once a register of the state.
+# A program is a head, for the norm is over all of it. It takes ``COLUMNS`` of the state at a time
+# and holds ``HELD`` such blocks in registers, so that three programs share an SM at head size 128,
+# and loads, sums and stores of different heads overlap. Each warp has 32 channels or more: with
+# fewer, Triton loads the small vectors again for every register of the state.
 COLUMNS, HELD, WARPS = 32, 2, 4
 
 Tensor = torch.Tensor

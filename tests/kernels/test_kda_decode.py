@@ -1,4 +1,4 @@
-"""The decode step of a whole KDA layer: its kernel in Triton's interpreter where there is no GPU, else
+"""The decode step of a KDA layer: its kernel in Triton's interpreter where there is no GPU, else
 compiled, and the three functions that it stands for."""
 
 from __future__ import annotations
@@ -61,15 +61,8 @@ def run(inputs: Inputs, bound: float = -5.0) -> Result:
 
 
 def public(inputs: Inputs, bound: float | None = -5.0) -> Result:
-    names = ("qkv", "kernel", "tail", "z", "beta", "gate", "weight")
-    return decode_kda(
-        *(inputs[name] for name in names),
-        EPS,
-        A_log=inputs["A_log"],
-        dt_bias=inputs["dt_bias"],
-        initial_state=inputs["state"],
-        lower_bound=bound,
-    )
+    given = {"initial_state" if name == "state" else name: x for name, x in inputs.items()}
+    return decode_kda(**given, eps=EPS, lower_bound=bound)  # type: ignore[arg-type]
 
 
 def by_parts(inputs: Inputs, dtype: torch.dtype, bound: float | None = -5.0) -> Result:
@@ -111,8 +104,8 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_step_is_its_three_parts(width: int, values: int, dtype: torch.dtype) -> None:
-    """With every rounding where the parts have it, and with no other: the fp32 state then differs by
-    fp32 sums, and few outputs by one rounding. The interpreter cuts to bf16, where a GPU rounds."""
+    """With every rounding where the parts have it, and with no other: then the fp32 state differs
+    by fp32 sums, and few outputs by one rounding. The interpreter cuts bf16, where a GPU rounds."""
     inputs = draw(3, width, values)
     out, state, tail = run(narrowed(inputs, dtype))
     expected, last, _ = by_parts(inputs, dtype)
