@@ -6,8 +6,16 @@ import torch
 
 from .chunk import chunk_kda_torch
 from .naive import check_inputs, check_state, kda_gate, naive_kda, prepare, sequence_bounds
+from .replay import ReplayState, replay_kda
 
-__all__ = ["chunk_kda", "kda_gate", "naive_kda", "recurrent_kda"]
+__all__ = [
+    "ReplayState",
+    "chunk_kda",
+    "kda_gate",
+    "naive_kda",
+    "recurrent_kda",
+    "replay_kda",
+]
 
 
 def chunk_kda(
