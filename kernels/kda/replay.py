@@ -129,7 +129,8 @@ def replay_kda(
     no gradient flows. In kernels nothing waits for the device, and a CUDA graph may hold a call
     that has run before. ValueError names an argument that does not fit the others or the state.
     """
-    bounds = tuple(sequence_bounds(*q.shape[:2], cu_seqlens))
+    batch, length, _, width = q.shape
+    bounds = tuple(sequence_bounds(batch, length, cu_seqlens))
     check_inputs(q, k, v, g, beta, A_log, dt_bias, use_gate_in_kernel, lower_bound)
     inputs = (q, k, v, g, beta)
     _check_state(inputs, bounds, state, "q" if cu_seqlens is None else "cu_seqlens")
@@ -141,7 +142,7 @@ def replay_kda(
 
         options = Options(
             bounds,
-            q.shape[3] ** -0.5 if scale is None else scale,
+            width**-0.5 if scale is None else scale,
             lower_bound,
             use_qk_l2norm_in_kernel,
             use_gate_in_kernel,

@@ -69,10 +69,10 @@ def states(count: int, heads: int = 2) -> torch.Tensor:
 
 def whole(inputs: Inputs, initial: torch.Tensor, bound: float = -5.0) -> torch.Tensor:
     """One pass over the only sequence, in kernels."""
-    flat = [inputs[name][0] for name in NAMES]
-    options = Options((0, len(flat[0])), WIDTH**-0.5, bound, True, True, True)
-    rest = (inputs["A_log"], inputs["dt_bias"], initial, False, options)
-    return fused.chunk_kda_fused(*flat, *rest)[0]
+    q, k, v, g, beta = (inputs[name][0] for name in NAMES)
+    a_log, dt_bias = inputs["A_log"], inputs["dt_bias"]
+    options = Options((0, len(q)), WIDTH**-0.5, bound, True, True, True)
+    return fused.chunk_kda_fused(q, k, v, g, beta, a_log, dt_bias, initial, False, options)[0]
 
 
 def part(inputs: Inputs, start: int, end: int) -> Inputs:
@@ -95,7 +95,6 @@ def walk(
     inputs: list[Inputs], initial: torch.Tensor, schedule: list[tuple[int, ...]], bound: float
 ) -> ReplayState:
     """Feed so many tokens of each sequence in turn; every output must have the bits of one pass."""
-    schedule = [*schedule]
     ends = [sum(column) for column in zip(*schedule, strict=True)]
     expected = [
         whole(part(x, 0, end), initial[n : n + 1], bound)
@@ -125,7 +124,8 @@ def test_steps_and_pieces_have_the_bits_of_one_pass(kernels: None, bound: float)
     """Over a boundary in steps and in a piece; chunks have 32 and 16 tokens."""
     size = 32 if bound == -5.0 else 16
     ones = [(1,)] * 3
-    walk([draw(2 * size + 8)], states(1), [*ones, (size - 4,), *ones, (size + 2,), *ones], bound)
+    schedule = [*ones, (size - 4,), *ones, (size + 2,), *ones]
+    walk([draw(2 * size + 8, 1)], states(1, 1), schedule, bound)
 
 
 def test_no_bit_changes_beyond_a_cut(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,13 +152,13 @@ def test_so_many_heads_are_never_cut(kernels: None, monkeypatch: pytest.MonkeyPa
 def test_rows_fork_replace_and_join(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each continuation of a prompt has the bits of a pass over the prompt and it."""
     monkeypatch.setattr(segments, "SPLIT_TOKENS", 64)
-    prompt, initial = draw(62), states(1)
+    prompt, initial = draw(62, 1), states(1, 1)
     same = {n: prompt[n] for n in ("A_log", "dt_bias")}
-    tails = [draw(4, seed=seed) | same for seed in (1, 2)]
+    tails = [draw(4, 1, seed) | same for seed in (1, 2)]
     state = ReplayState.start(initial)
     replay_kda(**prompt, state=state, **FLAGS)
     forked = state.select(torch.tensor([0, 0], device=DEVICE))
-    joined = ReplayState.cat([ReplayState.start(states(1)), forked])
+    joined = ReplayState.cat([ReplayState.start(states(1, 1)), forked])
     joined.put(torch.tensor([0], device=DEVICE), state)
     expected = [whole(packed([prompt, tail])[0], initial)[62:] for tail in tails]
     for t in range(4):
