@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..kernels.conv import short_conv
-from ..kernels.kda import chunk_kda, recurrent_kda
+from ..kernels.kda import chunk_kda, recurrent_kda, replay_kda
 from ..kernels.norm import gated_norm
 from ..kernels.precision import as_given
 from .config import PolicyConfig
 from .packing import Packing
-from .state import KdaState
+from .state import KdaState, ReplayedKda
 
 
 class ShortConv(nn.Module):
@@ -81,7 +82,9 @@ class KimiDeltaAttention(nn.Module):
             else:
                 self.A_log.zero_()
 
-    def forward(self, x: torch.Tensor, packing: Packing, state: KdaState | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, packing: Packing, state: KdaState | ReplayedKda | None
+    ) -> torch.Tensor:
         """``x [T, D]`` normed input -> ``[T, D]``; continues and updates ``state`` in place."""
         tokens = len(x)
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
@@ -94,26 +97,34 @@ class KimiDeltaAttention(nn.Module):
         z = self.f_b_proj(self.f_a_proj(x)).view(*shape, self.num_heads, self.head_dim)
         beta = self.b_proj(x).view(*shape, self.num_heads)
         bounds = None if single else torch.tensor(packing.bounds)
+        options: dict[str, Any] = {
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "lower_bound": self.lower_bound,
+        }
         # the recurrence adds up over the whole sequence: autocast must not round it
         with as_given(x):
-            out, final = (recurrent_kda if single else chunk_kda)(
-                q,
-                k,
-                v,
-                z,
-                beta,
-                A_log=self.A_log,
-                dt_bias=self.dt_bias,
-                initial_state=None if state is None else state.recurrent,
-                output_final_state=state is not None,
-                use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True,
-                use_beta_sigmoid_in_kernel=True,
-                lower_bound=self.lower_bound,
-                cu_seqlens=bounds,
-            )
-        if state is not None and final is not None:
-            state.recurrent, state.conv = final, tail
+            if isinstance(state, ReplayedKda):
+                out = replay_kda(q, k, v, z, beta, state.replay, cu_seqlens=bounds, **options)
+            else:
+                out, final = (recurrent_kda if single else chunk_kda)(
+                    q,
+                    k,
+                    v,
+                    z,
+                    beta,
+                    initial_state=None if state is None else state.recurrent,
+                    output_final_state=state is not None,
+                    cu_seqlens=bounds,
+                    **options,
+                )
+                if state is not None and final is not None:
+                    state.recurrent = final
+        if state is not None:
+            state.conv = tail
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
         normed = self.o_norm(
             out.view(tokens, self.num_heads, -1), gate.view(tokens, self.num_heads, -1)
