@@ -1,9 +1,9 @@
 """`replay_kda` on the GPU: the passes of `forward` over tables that are made on the device.
 
 How far each sequence has come is known on the device alone, so that a CUDA graph can hold a step.
-Every sequence therefore has a room of rows that depends only on the number of its new tokens: one
-that holds them after the longest partial chunk there can be. A chunk of a room that is not reached
-has no tokens.
+A step computes one chunk of each sequence, in the rows that the state keeps. For other numbers of
+new tokens a sequence has a room of rows that holds them after the longest partial chunk there can
+be; a chunk of it that they do not reach has no tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from functools import lru_cache
 
 import torch
 
+from ..device import launch
 from . import segments
 from .forward import prepare_chunks, scan, workspace
 from .replay import ReplayState
 from .tables import Options, Prepared, kept_for_graphs
+from .triton_replay import enter_kernel
 
 Tensor = torch.Tensor
 
@@ -38,11 +40,6 @@ class Rooms:
     chunks: Tensor
     last: Tensor
     most: int
-
-    @property
-    def single(self) -> bool:
-        """Whether every room is one chunk: at most one new token."""
-        return self.most <= 1
 
 
 def rooms(bounds: tuple[int, ...], size: int, device: torch.device) -> Rooms:
@@ -74,41 +71,83 @@ def replay_chunks(
     options: Options,
 ) -> Tensor:
     """Outputs ``[T, H, V]`` of packed ``inputs`` ``[T, H, .]``, T > 0."""
-    size = options.size
+    a_log, dt_bias = (None if x is None else x.contiguous() for x in parameters)
+    each = options.bounds == tuple(range(len(state.lengths) + 1))
+    return (_step if each else _pieces)(inputs, (a_log, dt_bias), state, options)
+
+
+def _step(
+    inputs: tuple[Tensor, ...],
+    parameters: tuple[Tensor | None, Tensor | None],
+    state: ReplayState,
+    options: Options,
+) -> Tensor:
+    """`replay_chunks` of one token a sequence, where it lies in the state's own rows."""
+    given = [x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:4]] + [inputs[4]]
+    count, heads, width = given[0].shape
+    size, values = options.size, given[2].shape[2]
+    shapes = ((count, 2), (count, 4), (count, 4), (count,), (count,))
+    chunks, sequences, ends, reached, places = (
+        state.lengths.new_empty(shape, dtype=torch.int32) for shape in shapes
+    )
+    launch(enter_kernel)[(count, heads)](
+        *(*given, *state.rows, state.lengths),
+        *(chunks, sequences, ends, reached, places),
+        *(segments.SPLIT_TOKENS, heads),
+        *(x.stride(0) for x in given),
+        *(x.stride(1) for x in given),
+        K=width,
+        V=values,
+        C=size,
+        num_warps=1,
+    )
+    q, k, v, g, beta = (x.flatten(0, 1) for x in state.rows)
+    prepared = workspace(q, count, size)
+    prepare_chunks((q, k, v, g, beta), parameters, options, prepared, chunks, range(count))
+    out = torch.empty_like(v)
+    _advance(prepared, v, out, state, (sequences, ends), reached)
+    state.lengths.add_(1)
+    return out.index_select(0, places)
+
+
+def _pieces(
+    inputs: tuple[Tensor, ...],
+    parameters: tuple[Tensor | None, Tensor | None],
+    state: ReplayState,
+    options: Options,
+) -> Tensor:
+    """`replay_chunks` of any numbers of tokens."""
+    size, span = options.size, segments.SPLIT_TOKENS
     room = rooms(options.bounds, size, inputs[2].device)
     filled = state.lengths % size
     total = filled + room.added
     at = room.place + filled[room.row]
     held = [x.flatten(0, 1) for x in state.rows]
-    if room.single:
-        rows = held
-    else:
-        cached = _lines(room.start, size)
-        rows = [
-            x.new_empty(len(room.chunks) * size, *x.shape[1:]).index_copy_(0, cached, x)
-            for x in held
-        ]
-    for given, x in zip(rows, inputs, strict=True):
-        given.index_copy_(0, at, x)
+    cached = _lines(room.start, size)
+    rows = [x.new_empty(len(room.chunks) * size, *x.shape[1:]) for x in held]
+    for space, before, x in zip(rows, held, inputs, strict=True):
+        space.index_copy_(0, cached, before).index_copy_(0, at, x)
     q, k, v, g, beta = rows
     owner, offset = room.chunks.unbind(1)
     left = (total[owner] - offset).clamp(0, size)
-    table = torch.stack([room.start[owner] + offset, left], 1).int()
-    prepared = workspace(q, len(table), size)
-    a_log, dt_bias = (None if x is None else x.contiguous() for x in parameters)
-    given = (q, k, v, g, beta)
-    prepare_chunks(given, (a_log, dt_bias), options, prepared, table, range(len(table)))
-    out = v.new_empty(v.shape)
+    chunks = torch.stack([room.start[owner] + offset, left], 1).int()
+    prepared = workspace(q, len(chunks), size)
+    prepare_chunks((q, k, v, g, beta), parameters, options, prepared, chunks, range(len(chunks)))
+    out = torch.empty_like(v)
     whole = total // size * size
-    if room.single:
-        _advance(prepared, v, out, state, room, (total, whole))
-    else:
-        _advance(prepared, v, out, state, room, (whole, whole))
-        rest = _sequences(room, whole, total, size)
-        scan(prepared, v, (out, None, None), rest, state.boundary, None)
-        tail = _lines(room.start + torch.minimum(whole, room.last), size)
-        for kept, x in zip(held, rows, strict=True):
-            torch.index_select(x, 0, tail, out=kept)
+    begin = torch.zeros_like(whole)
+    cut = span - (state.lengths - filled) % span
+    reach = (room.most + size - 1) // size * size
+    for _ in range(1 if state.stretch is None else 1 + -(-(reach - size) // span)):
+        end = whole if state.stretch is None else torch.minimum(whole, cut)
+        table = _sequences(room, begin, end, size)
+        _advance(prepared, v, out, state, (table, table), (end == cut) & (begin < end))
+        begin, cut = end, cut + span
+    rest = _sequences(room, whole, total, size)
+    scan(prepared, v, (out, None, None), rest, state.boundary, None)
+    tail = _lines(room.start + torch.minimum(whole, room.last), size)
+    for kept, x in zip(held, rows, strict=True):
+        torch.index_select(x, 0, tail, out=kept)
     state.lengths.add_(room.added)
     return out.index_select(0, at)
 
@@ -118,32 +157,19 @@ def _advance(
     v: Tensor,
     out: Tensor,
     state: ReplayState,
-    room: Rooms,
-    ends: tuple[Tensor, Tensor],
+    tables: tuple[Tensor, Tensor],
+    reached: Tensor,
 ) -> None:
-    """State passes from the boundary, to ``out`` up to the first of ``ends`` [N] and to the state
-    up to the second, a boundary; where a stretch ends, the next one starts."""
-    size, stop = state.size, ends[0]
+    """State passes from the boundary, to ``out`` over the first of ``tables`` and to the state over
+    whole chunks, those of the second; the next stretch starts where one's end is ``reached``."""
+    sequences, ends = tables
     kept = (out, None, None)
-    if state.stretch is None:
-        table = _sequences(room, torch.zeros_like(stop), stop, size)
-        scan(prepared, v, kept, table, state.boundary, state.boundary, whole=True)
-        return
-    entering, maps, driven = state.stretch
-    span = segments.SPLIT_TOKENS
-    cut = span - (state.lengths - state.lengths % size) % span
-    reach = (room.most + size - 1) // size * size
-    begin = torch.zeros_like(stop)
-    for _ in range(1 + -(-(reach - size) // span)):
-        end, full = (torch.minimum(x, cut) for x in ends)
-        table = _sequences(room, begin, end, size)
-        scan(prepared, v, kept, table, state.boundary, state.boundary, whole=True)
-        table = _sequences(room, begin, full, size)
-        scan(prepared, v, None, table, maps, maps, driven=False, whole=True)
-        scan(prepared, v, None, table, driven, driven, whole=True)
-        reached = (full == cut) & (begin < full)
+    scan(prepared, v, kept, sequences, state.boundary, state.boundary, whole=True)
+    if state.stretch is not None:
+        entering, maps, driven = state.stretch
+        scan(prepared, v, None, ends, maps, maps, driven=False, whole=True)
+        scan(prepared, v, None, ends, driven, driven, whole=True)
         segments.chain_where(reached, state.boundary, entering, maps, driven)
-        begin, cut = end, cut + span
 
 
 def _sequences(room: Rooms, begin: Tensor, end: Tensor, size: int) -> Tensor:

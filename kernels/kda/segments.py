@@ -75,7 +75,7 @@ def chain_where(
     maps: torch.Tensor,
     driven: torch.Tensor,
 ) -> None:
-    """Start the next stretch of the sequences that are ``wanted`` bool [N], all in place.
+    """Start the next stretch of the sequences that are ``wanted`` [N], all in place.
 
     ``entering, driven [N, H, K, V]`` and ``maps [N, H, K, K]`` of the stretch that ends give
     ``state [N, H, K, V]``, and become those of an empty stretch that follows.

@@ -19,6 +19,7 @@ from farhorizon.kernels.kda import (  # noqa: E402
     chunk_kda,
     fused,
     replay,
+    replay_chunks,  # noqa: F401 - decorates its kernels
     replay_kda,
     segments,
 )
