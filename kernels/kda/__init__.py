@@ -18,8 +18,17 @@ from .naive import (
     prepare,
     sequence_bounds,
 )
+from .replay import ReplayState, replay_kda
 
-__all__ = ["chunk_kda", "decode_kda", "kda_gate", "naive_kda", "recurrent_kda"]
+__all__ = [
+    "ReplayState",
+    "chunk_kda",
+    "decode_kda",
+    "kda_gate",
+    "naive_kda",
+    "recurrent_kda",
+    "replay_kda",
+]
 
 
 def chunk_kda(

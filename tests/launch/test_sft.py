@@ -286,7 +286,7 @@ def test_nothing_is_ever_replaced(parent: Path, tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(UserError, match=f"^output {file}: {file} is not a directory"):
         run_sft(settings(parent, file))
-    with pytest.raises(UserError, match="^output .*: embedded null byte"):
+    with pytest.raises(UserError, match=r"^output .*: embedded null byte"):
         run_sft(settings(parent, tmp_path / "a\0b"))
     link = tmp_path / "link"
     link.symlink_to(output)
