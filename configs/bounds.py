@@ -38,6 +38,8 @@ class _Range:
 _ANY = _Range(0)
 _ONE = _Range(1)
 _POSITIVE = _Range(0, open=True)
+_MOST = 10**6  # of a ratio or a factor: far from where fp32 ends
+_FACTOR = _Range(0, _MOST, open=True)
 _THREADS = _Range(0, 1024)  # with millions no process of the machine can start another
 _SHARE = _Range(0, 1)
 _SEED = _Range(0, 2**32 - 1)  # all that numpy.random.seed takes, and with it TRL
@@ -57,18 +59,18 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "max_error_fraction": _SHARE,
     },
     schema.AlgorithmConfig: {
-        "clip_low": _POSITIVE,
-        "clip_high": _POSITIVE,
-        "dual_clip": _Range(1, open=True),
+        "clip_low": _FACTOR,
+        "clip_high": _FACTOR,
+        "dual_clip": _Range(1, _MOST, open=True),
         "gamma": _SHARE,
         "lam": _SHARE,
-        "value_coefficient": _POSITIVE,
-        "value_clip": _ANY,
-        "tau": _ANY,
+        "value_coefficient": _FACTOR,
+        "value_clip": _Range(0, _MOST),
+        "tau": _Range(0, _MOST),
         "length": _ONE,
-        "entropy": _ANY,
-        "correction_low": _ANY,
-        "correction_high": _POSITIVE,
+        "entropy": _Range(0, _MOST),
+        "correction_low": _Range(0, 1),
+        "correction_high": _Range(1, _MOST),
     },
     schema.LearnerConfig: {
         "ranks": _ONE,

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -147,8 +146,7 @@ def _loop(job: Job) -> Evaluation | None:
                     with display.phase("sync"):
                         job.pool.sync(job.learner.publish())
             finally:  # weights that cannot be sent are saved all the same
-                with _writing(run.folder):
-                    _record(job, groups, stats, update, tokens, len(groups) - len(kept))
+                _record(job, groups, stats, update, tokens, len(groups) - len(kept))
         last = run.step == config.steps
         if last or (config.save_every and run.step % config.save_every == 0):
             with uninterrupted("finishing the checkpoint, then stopping"):
@@ -239,15 +237,6 @@ def _way_on(job: Job) -> None:
     display.line(f"checkpoint  {found.folder if found else 'none is complete yet'}")
     again = "resume " if found else "restart"
     display.line(f"{again}     {resume_line(run.folder, run.config.steps)}")
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """What cannot be written ends a run, in one line."""
-    try:
-        yield
-    except OSError as error:
-        raise RunFailed(f"{folder}: cannot be written ({error.strerror})") from None
 
 
 def _record(

@@ -6,8 +6,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 from transformers import PreTrainedTokenizerFast
 
-from ..configs.errors import RunFailed, UserError, last_line
+from ..configs.errors import RunFailed, UserError, last_line, written
 from ..configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from ..policy.checkpoint import load_checkpoint, save_checkpoint
 from ..policy.config import PolicyConfig
@@ -96,7 +95,7 @@ class LearnerActor:
         engine = self.learner.engine
         state = engine.gathered_state()
         if self.rank == 0:
-            with _written(folder):
+            with written(folder):
                 save_checkpoint(folder, state, self.policy_config, self.tokenizer, stage)
         else:
             for _ in state:
@@ -105,7 +104,7 @@ class LearnerActor:
 
     def save(self, folder: str) -> None:
         """Write what `load` needs to continue bit for bit."""
-        with _written(folder):
+        with written(folder):
             resume.save(self.learner, Path(folder))
 
     def load(self, folder: str) -> int:
@@ -116,15 +115,6 @@ class LearnerActor:
     def close(self) -> None:
         """Leave the process group, so that no rank reports the others' end as a failure."""
         leave()
-
-
-@contextmanager
-def _written(folder: str) -> Iterator[None]:
-    """A full or failing disk as one line."""
-    try:
-        yield
-    except OSError as error:
-        raise RunFailed(f"{folder}: cannot be written: {last_line(error)}") from None
 
 
 class LearnerGroup:

@@ -151,6 +151,8 @@ def test_resume_takes_the_newest_complete_checkpoint(config: TrainConfig) -> Non
 def test_changed_settings_are_told_and_another_task_is_refused(config: TrainConfig) -> None:
     config = prepare(config).config
     save_run(config, 1)
+    with pytest.raises(UserError, match=r"^algorithm\.name=ppo needs a critic, and .* has none; "):
+        prepare(override_config(config, ["algorithm.name=ppo"]))
     run = prepare(override_config(config, ["steps=50", "learner.lr=1e-3"]))
     assert run.notes == [
         "settings changed since the last run: steps: 20 -> 50",
