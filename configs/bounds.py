@@ -65,7 +65,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "gamma": _SHARE,
         "lam": _SHARE,
         "value_coefficient": _FACTOR,
-        "value_clip": _FACTOR,
+        "value_clip": _Range(0, _MOST),
         "tau": _Range(0, _MOST),
         "length": _ONE,
         "entropy": _Range(0, _MOST),
@@ -98,7 +98,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "steps": _ONE,
         "context": _ONE,
         "groups_per_step": _ONE,
-        "group_size": _Range(2),  # an advantage compares siblings
+        "group_size": _ONE,
         "max_staleness": _ANY,
         "eval_every": _ANY,
         "eval_episodes": _ANY,

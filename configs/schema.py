@@ -58,7 +58,7 @@ class AlgorithmConfig:
     gamma: float | None = None  # of ppo: discount per token
     lam: float | None = None  # of ppo: 0 trusts the critic, 1 the rewards
     value_coefficient: float | None = None  # of ppo: weight of the critic's loss
-    value_clip: float | None = None  # of ppo: how far a value may move in an update
+    value_clip: float | None = None  # of ppo: how far a value may move in an update; 0 is no bound
     tau: float | None = None  # strength of the pull towards the policy that sampled
     aggregation: Literal["token", "sequence", "constant"] | None = None  # which mean the loss is
     length: int | None = None  # tokens that aggregation=constant divides by, 1024 by itself

@@ -60,7 +60,12 @@ class Run:
 def prepare(config: TrainConfig) -> Run:
     """Check a training config against the world; UserError for whatever does not fit."""
     check_bounds(config)
-    make_algorithm(config.algorithm)  # refuses settings that do not go together
+    algorithm = make_algorithm(config.algorithm)  # refuses settings that do not go together
+    if algorithm.compares and config.group_size < 2:
+        raise UserError(
+            f"group_size={config.group_size} must be at least 2 with algorithm.name="
+            f"{config.algorithm.name}, which compares siblings"
+        )
     if config.max_staleness == 0:
         check_unused("rollout", config.rollout, ["keep_states"], "needs max_staleness")
     folder = Path(config.output).absolute()

@@ -252,8 +252,8 @@ def _record(
     played = [t for group in groups for t in group.trajectories]
     rewards = [t.reward for t in played if t.reward is not None]
     # As the learner counts them: of groups that were not stale, and by its idea of equal rewards.
-    learned_from, flat = (result.metrics[n] for n in ("groups", "groups_without_variance"))
-    nothing = 0 < learned_from == flat
+    fresh, flat = (result.metrics[n] for n in ("groups", "groups_without_variance"))
+    nothing = 0 < fresh == result.metrics["groups_left_out"]
     seconds = display.take_seconds()
     total = sum(seconds.get(name, 0.0) for name in ("rollout", "learn", "sync"))
     success = sum(t.success for t in played) / len(rewards) if rewards else math.nan

@@ -157,9 +157,10 @@ class LearnerGroup:
     def update(self, groups: Sequence[Group]) -> UpdateResult:
         """Learn from one rollout batch, in ``minibatches`` optimizer steps.
 
-        Without any group that has reward variance nothing happens, and the result says so.
+        Where no group has anything to teach nothing happens, and the result says so.
         """
-        kept, stats = batch.samples_of_groups(groups, self.algorithm.advantages)
+        own = self.algorithm
+        kept, stats = batch.samples_of_groups(groups, own.advantages, own.flat)
         metrics = stats.metrics()
         if not kept:
             return UpdateResult(metrics, self.version, skipped=True)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -19,6 +19,9 @@ from .types import LossOutput
 
 AdvantageFunction = Callable[[Tensor, Tensor], Tensor]  # rewards [N], group ids [N] -> [N]
 LossFunction = Callable[..., LossOutput]
+# Groups whose advantages are all 0: left out; counted by the mean, where others teach; or learned
+# from, since more than advantages acts on their tokens.
+Flat = Literal["left_out", "counted", "learned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +92,16 @@ class Objective:
 class Algorithm:
     """An advantage over groups of rewards, or a critic instead, and a loss over tokens.
 
-    ``decoupled`` says that the loss wants the log-probs of the policy before the update.
+    ``decoupled`` says that the loss wants the log-probs of the policy before the update, ``flat``
+    what becomes of groups without an advantage, ``compares`` that siblings are compared.
     """
 
     advantages: AdvantageFunction | None
     loss: LossFunction
     decoupled: bool = False
     critic: Critic | None = None
+    flat: Flat = "left_out"
+    compares: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,7 @@ class Recipe:
     settings: Mapping[str, Any]
     aggregation: Aggregation = "token"
     pulled: bool = False  # its loss pulls towards the policy that sampled
+    compares: bool = True  # its advantages compare siblings: a group of one has none
 
     def __call__(self, config: AlgorithmConfig) -> Algorithm:
         """The algorithm with the settings of a config that names it; UserError for those that do
@@ -121,6 +128,7 @@ class Recipe:
                 "algorithm.aggregation=constant"
             )
         correction = self._correction(config)
+        acting = self.advantages is None or self.pulled or config.entropy > 0
         return Algorithm(
             None if self.advantages is None else partial(self.advantages, **advantage),
             Objective(
@@ -132,6 +140,8 @@ class Recipe:
             ),
             decoupled=correction is not None,
             critic=Critic(**critic) if critic else None,
+            flat="learned" if acting else "left_out" if aggregation == "token" else "counted",
+            compares=self.compares,
         )
 
     def _settings(self, config: AlgorithmConfig) -> dict[str, Any]:
@@ -188,7 +198,7 @@ over_batch = advantages.batch_normalised
 centred = partial(over_batch, baseline="mean")
 
 ALGORITHMS: dict[str, Recipe] = {
-    "ppo": Recipe(None, losses.ppo_clip, CLIP | CRITIC),
+    "ppo": Recipe(None, losses.ppo_clip, CLIP | CRITIC, compares=False),
     "grpo": Recipe(relative, losses.grpo, GROUP | CLIP),
     "dr_grpo": Recipe(unscaled, losses.dr_grpo, CLIP, "constant"),
     "dapo": Recipe(relative, losses.dapo, GROUP | CLIP | {"clip_high": 0.28}),
@@ -198,7 +208,7 @@ ALGORITHMS: dict[str, Recipe] = {
     "cispo": Recipe(relative, losses.cispo, GROUP | {"clip_low": 1.0, "clip_high": 4.0}),
     "rloo": Recipe(peers, losses.rloo, {}),
     "reinforce": Recipe(relative, losses.reinforce, GROUP | {"scale": "none"}),
-    "reinforce_pp": Recipe(over_batch, losses.reinforce_pp, CLIP),
+    "reinforce_pp": Recipe(over_batch, losses.reinforce_pp, CLIP, compares=False),
     "reinforce_pp_baseline": Recipe(centred, losses.reinforce_pp, CLIP),
     "k15": Recipe(unscaled, losses.k15, {"tau": 0.01}, pulled=True),
     "k25": Recipe(unscaled, losses.k25, WINDOW, pulled=True),

@@ -12,7 +12,8 @@ import torch
 
 from ..policy.images import Placed
 from ..rollout.types import Group, Trajectory
-from .algorithms import AdvantageFunction
+from .advantages import equal
+from .algorithms import AdvantageFunction, Flat
 from .types import MicroBatch, Sample, Share
 
 
@@ -20,12 +21,15 @@ from .types import MicroBatch, Sample, Share
 class BatchStats:
     """What a rollout batch held, and what of it could be learned from.
 
+    ``groups_without_variance`` have equal rewards, however they are learned from;
+    ``groups_left_out`` teach nothing, those whose episodes all failed among them.
     ``reward_mean`` and ``success`` are over episodes with a reward, nan if there are none;
     ``oldest_version`` is the oldest weight version of any trained token, -1 if none is trained.
     """
 
     groups: int
     groups_without_variance: int
+    groups_left_out: int
     trajectories: int
     without_reward: int  # failed, or a reward that is not finite: masked, never a reward of 0
     reward_mean: float
@@ -38,6 +42,7 @@ class BatchStats:
         return {
             "groups": self.groups,
             "groups_without_variance": self.groups_without_variance,
+            "groups_left_out": self.groups_left_out,
             "trajectories": self.trajectories,
             "episodes_without_reward": self.without_reward,
             "reward_mean": self.reward_mean,
@@ -47,13 +52,15 @@ class BatchStats:
 
 
 def samples_of_groups(
-    groups: Sequence[Group], advantages: AdvantageFunction | None
+    groups: Sequence[Group], advantages: AdvantageFunction | None, flat: Flat = "left_out"
 ) -> tuple[list[list[Sample]], BatchStats]:
     """Samples of each group that can be learned from, and statistics over all of them.
 
     Siblings belong together by task id, in whatever order or pieces they arrive. Episodes that
-    failed are left out; so are groups in which every advantage is 0: they would only dilute the
-    token mean. Without ``advantages`` samples have rewards, for a critic, and no group is left out.
+    failed are left out. So are groups in which every advantage is 0, which would only dilute the
+    token mean, unless they are ``"counted"``: a mean over sequences divides by theirs too, but all
+    are left out where no group has an advantage. If ``"learned"`` none is left out, nor without
+    ``advantages``: then samples have rewards, for a critic.
     """
     by_task: dict[str, list[Trajectory]] = {}
     for group in groups:
@@ -66,21 +73,28 @@ def samples_of_groups(
     if advantages is not None:
         values = advantages(torch.from_numpy(rewards), torch.from_numpy(ids)).numpy()
     valid = np.isfinite(rewards)
+    everything = advantages is None or flat == "learned" or (flat == "counted" and values.any())
+    equal_rewards = 0
     kept: list[list[Sample]] = []
     versions: list[int] = []
     for number in range(len(siblings)):
         members = np.flatnonzero((ids == number) & valid)
-        if not (values[members].any() if advantages is not None else len(members)):
+        if len(members):
+            own = torch.from_numpy(rewards[members])
+            equal_rewards += equal(own.min(), own.max())
+        if not (len(members) if everything else values[members].any()):
             continue
         samples = [_sample(int(i), trajectories[i], float(values[i])) for i in members]
         if advantages is None:
             samples = [_with_rewards(sample, trajectories[sample.id]) for sample in samples]
         samples = [sample for sample in samples if sample.loss_mask.any()]
         versions += [int(v[v >= 0].min()) for v in (trajectories[s.id].versions for s in samples)]
-        kept.append(samples)
+        if samples:
+            kept.append(samples)
     stats = BatchStats(
         groups=len(siblings),
-        groups_without_variance=len(siblings) - len(kept),
+        groups_without_variance=equal_rewards,
+        groups_left_out=len(siblings) - len(kept),
         trajectories=len(trajectories),
         without_reward=int((~valid).sum()),
         reward_mean=float(rewards[valid].mean()) if valid.any() else math.nan,
@@ -88,7 +102,7 @@ def samples_of_groups(
         trained_tokens=sum(int(s.loss_mask.sum()) for group in kept for s in group),
         oldest_version=min(versions, default=-1),
     )
-    return [group for group in kept if group], stats
+    return kept, stats
 
 
 def samples_of_text(sequences: Iterable[np.ndarray]) -> list[Sample]:

@@ -251,7 +251,8 @@ class Learner:
             entropy=out.entropy,
             proximal_logprobs=None if before is None else before.logprobs,
         )
-        if critic is not None and out.values is not None:
+        if critic is not None:
+            assert out.values is not None, "a critic needs a value head"
             none = advantages.double()  # in padding, where nothing counts
             known = judged or Judged(none, none, none)
             output = with_values(output, critic, out.values, known, mask, share.denominator)
