@@ -373,10 +373,12 @@ def step_bytes(inputs: Inputs, state: Tensor) -> int:
 
 
 def copy_speed(meter: Meter, repeats: int, size: int = 2**30) -> float:
-    """1e9 bytes per second, read and written, of a copy of ``size`` bytes on the device."""
-    source = torch.zeros(size, dtype=torch.uint8, device=meter.device)
+    """1e9 bytes per second, read and written, of a copy of ``size`` bytes on the device: by the
+    driver or by a kernel that negates them, whichever is faster."""
+    source = torch.zeros(size // 4, device=meter.device)
     target = torch.empty_like(source)
-    return 2 * size / meter.milliseconds(lambda: target.copy_(source), repeats) / 1e6
+    copies = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+    return 2 * size / min(meter.milliseconds(copy, repeats) for copy in copies) / 1e6
 
 
 def _steps(decoder: Decoder, inputs: Inputs, states: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

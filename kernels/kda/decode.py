@@ -13,7 +13,7 @@ from .triton_decode import decode_kernel
 # and holds ``HELD`` such blocks in registers, so that three programs share an SM at head size 128,
 # and loads, sums and stores of different heads overlap. Each warp has 32 channels or more: with
 # fewer, Triton loads the small vectors again for every register of the state.
-COLUMNS, HELD, WARPS = 32, 2, 4
+COLUMNS, HELD, WARPS = 64, 1, 4
 
 Tensor = torch.Tensor
 
