@@ -103,7 +103,7 @@ def draw_bars(path: Path, rows: Sequence[Row]) -> None:
         place.margins(y=0.15)
         place.grid(alpha=0.3, axis="y")
         place.set_axisbelow(True)
-        place.legend(loc="upper left", fontsize=8)
+        place.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     figure.tight_layout()
     partial = path.with_suffix(".partial.png")
     try:
