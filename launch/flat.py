@@ -43,7 +43,8 @@ def _not_finite(steps: Rows) -> str | None:
 
 def _equal_rewards(steps: Rows) -> str | None:
     flat, groups = _sum(steps, "train/groups_without_variance"), _sum(steps, "learn/groups")
-    if 2 * flat <= groups:
+    alone = _sum(steps, "learn/trajectories") <= groups  # there are no siblings to differ
+    if 2 * flat <= groups or alone:
         return None
     solved = (_mean(steps, "train/success") or 0.0) > 0.5
     way_out = "make the task harder" if solved else "warm up longer or make the task easier"

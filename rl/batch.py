@@ -13,7 +13,8 @@ import torch
 
 from ..policy.images import Placed
 from ..rollout.types import Group, Trajectory
-from .algorithms import AdvantageFunction
+from .advantages import equal
+from .algorithms import AdvantageFunction, Flat
 from .credit import Credit, turn_advantages
 from .shaping import Shaping
 from .types import MicroBatch, Sample, Share
@@ -23,11 +24,14 @@ from .types import MicroBatch, Sample, Share
 class BatchStats:
     """What a rollout batch held, and what of it could be learned from.
 
+    ``groups_without_variance`` have equal rewards, however they are learned from;
+    ``groups_left_out`` teach nothing, those whose episodes all failed among them.
     ``reward_mean`` and ``success`` are over episodes with a reward, nan if there are none.
     """
 
     groups: int
     groups_without_variance: int
+    groups_left_out: int
     trajectories: int
     without_reward: int  # failed, or a reward that is not finite: masked, never a reward of 0
     reward_mean: float
@@ -50,6 +54,7 @@ class BatchStats:
             **shaped,
             "groups": self.groups,
             "groups_without_variance": self.groups_without_variance,
+            "groups_left_out": self.groups_left_out,
             "trajectories": self.trajectories,
             "episodes_without_reward": self.without_reward,
             "reward_mean": self.reward_mean,
@@ -61,6 +66,7 @@ class BatchStats:
 def samples_of_groups(
     groups: Sequence[Group],
     advantages: AdvantageFunction | None,
+    flat: Flat = "left_out",
     *,
     credit: Credit = "trajectory",
     shaping: Shaping | None = None,
@@ -68,8 +74,11 @@ def samples_of_groups(
     """Samples of each group that can be learned from, and statistics over all of them.
 
     Siblings belong together by task id, in whatever order or pieces they arrive. Episodes that
-    failed are left out; so are groups in which every advantage is 0: they would only dilute the
-    token mean. Without ``advantages`` samples have rewards, for a critic, and no group is left out.
+    failed are left out. So are groups in which every advantage is 0, which would only dilute the
+    token mean, unless they are ``"counted"``: a mean over sequences divides by theirs too, but all
+    are left out where no group has an advantage. If ``"learned"`` none is left out, nor without
+    ``advantages``: then samples have rewards, for a critic.
+
     Rewards are changed by ``shaping`` first; of what they then are, each turn has its own share, or
     with ``credit="trajectory"`` all tokens have the same.
     """
@@ -88,11 +97,17 @@ def samples_of_groups(
         given = (torch.from_numpy(rewards), torch.tensor(lengths), torch.tensor(success))
         extra = shaping(*given, torch.from_numpy(ids)).numpy() - rewards
     values = _advantages(trajectories, ids, rewards, extra, advantages, credit)
+    some = any(own.any() for own in values)
+    everything = advantages is None or flat == "learned" or (flat == "counted" and some)
+    equal_rewards = 0
     kept: list[list[Sample]] = []
     versions: Counter[int] = Counter()
     for number in range(len(siblings)):
         members = np.flatnonzero((ids == number) & valid)
-        if not (any(values[i].any() for i in members) if advantages is not None else len(members)):
+        if len(members):
+            own = torch.from_numpy((rewards + extra)[members])
+            equal_rewards += equal(own.min(), own.max())
+        if not (len(members) if everything else any(values[i].any() for i in members)):
             continue
         samples = [_sample(int(i), trajectories[i], values[i]) for i in members]
         if advantages is None:
@@ -102,10 +117,12 @@ def samples_of_groups(
             versions.update(
                 trajectories[sample.id].versions[: len(sample)][sample.loss_mask].tolist()
             )
-        kept.append(samples)
+        if samples:
+            kept.append(samples)
     stats = BatchStats(
         groups=len(siblings),
-        groups_without_variance=len(siblings) - len(kept),
+        groups_without_variance=equal_rewards,
+        groups_left_out=len(siblings) - len(kept),
         trajectories=len(trajectories),
         without_reward=int((~valid).sum()),
         reward_mean=float(rewards[valid].mean()) if valid.any() else math.nan,
@@ -114,7 +131,7 @@ def samples_of_groups(
         tokens_of_version=dict(versions),
         shaping=None if shaping is None else _mean(extra[valid].tolist()),
     )
-    return [group for group in kept if group], stats
+    return kept, stats
 
 
 def samples_of_text(sequences: Iterable[np.ndarray]) -> list[Sample]:

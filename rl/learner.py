@@ -292,7 +292,8 @@ class Learner:
             proximal_logprobs=before.logprobs,
             **pulled,
         )
-        if critic is not None and out.values is not None:
+        if critic is not None:
+            assert out.values is not None, "a critic needs a value head"
             none = advantages.double()  # in padding, where nothing counts
             known = judged or Judged(none, none, none)
             output = with_values(output, critic, out.values, known, mask, share.denominator)

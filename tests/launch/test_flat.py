@@ -17,7 +17,7 @@ def rows(count: int = 30, **changes: Any) -> list[dict[str, Any]]:
         **{"rollout/errors": 0, "rollout/episodes": 64, "learn/skipped_steps": 0.0},
         **{"learn/staleness_max": 0, "learn/log_ratio_first": 1e-6, "learn/entropy": 1.0},
         **{"learn/clip_fraction": 0.1, "learn/clip_fraction_low": 0.0},
-        "learn/clip_fraction_high": 0.1,
+        **{"learn/clip_fraction_high": 0.1, "learn/trajectories": 64},
     }
     own = {key.replace("__", "/"): value for key, value in changes.items()}
     return [{"step": 0, "eval/success": 0.3}, *({"step": i, **sound, **own} for i in range(count))]
@@ -35,6 +35,10 @@ def rows(count: int = 30, **changes: Any) -> list[dict[str, Any]]:
         (
             {"train__groups_without_variance": 5, "train__success": 0.9},
             "most of them solved: make the task harder",
+        ),
+        (
+            {"train__groups_without_variance": 8, "learn__trajectories": 8},
+            "no number of 30 updates stands out",
         ),
         ({"train__groups_stale": 5}, "150 of 240 groups were too old"),
         ({"learn__log_ratio_first": 0.2}, "rollout and learner differ by 0.2 nats per token"),

@@ -160,7 +160,7 @@ def test_ppo_resumes_with_its_critic(base: TrainConfig, tmp_path: Path) -> None:
     head = weights(whole)["v_head.summary.weight"]
     assert any(head)
     by_step = rows(whole)
-    assert all(row["learn/value_loss"] > 0 for row in by_step if row["step"] > 0)
+    assert all(row["learn/value_error"] > 0 for row in by_step if row["step"] > 0)
     assert all(row["train/version"] == row["step"] for row in by_step if row["step"] > 0)
 
 
