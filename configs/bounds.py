@@ -38,6 +38,8 @@ class _Range:
 _ANY = _Range(0)
 _ONE = _Range(1)
 _POSITIVE = _Range(0, open=True)
+_MOST = 10**6  # of a ratio or a factor: far from where fp32 ends
+_FACTOR = _Range(0, _MOST, open=True)
 _THREADS = _Range(0, 1024)  # with millions no process of the machine can start another
 _SHARE = _Range(0, 1)
 _SEED = _Range(0, 2**32 - 1)  # all that numpy.random.seed takes, and with it TRL
@@ -57,26 +59,26 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "max_error_fraction": _SHARE,
     },
     schema.AlgorithmConfig: {
-        "clip_low": _POSITIVE,
-        "clip_high": _POSITIVE,
-        "dual_clip": _Range(1, open=True),
+        "clip_low": _FACTOR,
+        "clip_high": _FACTOR,
+        "dual_clip": _Range(1, _MOST, open=True),
         "gamma": _SHARE,
         "lam": _SHARE,
-        "value_coefficient": _POSITIVE,
-        "value_clip": _POSITIVE,
-        "tau": _ANY,
-        "tau_pos": _POSITIVE,
-        "tau_neg": _POSITIVE,
+        "value_coefficient": _FACTOR,
+        "value_clip": _Range(0, _MOST),
+        "tau": _Range(0, _MOST),
+        "tau_pos": _FACTOR,
+        "tau_neg": _FACTOR,
         "length": _ONE,
-        "entropy": _ANY,
+        "entropy": _Range(0, _MOST),
         "overlong": _ONE,
         "overlong_buffer": _ONE,
         "budget": _ONE,
-        "length_reward": _ANY,
+        "length_reward": _Range(0, _MOST),
         "extra_rounds": _ANY,
-        "kl": _ANY,
-        "correction_low": _ANY,
-        "correction_high": _POSITIVE,
+        "kl": _Range(0, _MOST),
+        "correction_low": _Range(0, 1),
+        "correction_high": _Range(1, _MOST),
     },
     schema.LearnerConfig: {
         "ranks": _ONE,
@@ -107,7 +109,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "steps": _ONE,
         "context": _ONE,
         "groups_per_step": _ONE,
-        "group_size": _Range(2),  # an advantage compares siblings
+        "group_size": _ONE,
         "max_staleness": _ANY,
         "eval_every": _ANY,
         "eval_episodes": _ANY,
@@ -138,7 +140,13 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "runs": _ONE,
         "rollout.temperature": _POSITIVE,
     },
-    schema.KdaBenchConfig: {"seed": _SEED, "repeats": _ONE},
+    schema.KdaBenchConfig: {
+        "seed": _SEED,
+        "repeats": _ONE,
+        "lengths": _ONE,
+        "heads": _ONE,
+        "forward_only_from": _ONE,
+    },
     schema.ParityBenchConfig: {"seed": _SEED, "lengths": _Range(2), "sampled": _ONE},
     schema.PlanConfig: {
         "context": _ONE,

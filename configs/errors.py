@@ -66,6 +66,15 @@ def last_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()[::-1]), type(error).__name__).strip()[:300]
 
 
+@contextmanager
+def written(place: str | Path) -> Iterator[None]:
+    """Around what is written there: a full or failing disk becomes a `RunFailed`."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(f"{place}: cannot be written: {last_line(error)}") from None
+
+
 class RunFailed(RuntimeError):
     """A run that cannot go on, for a reason that came up while it worked.
 

@@ -59,7 +59,7 @@ class AlgorithmConfig:
     gamma: float | None = None  # of ppo: discount per token
     lam: float | None = None  # of ppo: 0 trusts the critic, 1 the rewards
     value_coefficient: float | None = None  # of ppo: weight of the critic's loss
-    value_clip: float | None = None  # of ppo: how far a value may move in an update
+    value_clip: float | None = None  # of ppo: how far a value may move in an update; 0 is no bound
     tau: float | None = None  # strength of the pull towards the policy that sampled
     tau_pos: float | None = None  # of sapo: how narrow its gate is, positive advantages
     tau_neg: float | None = None  # and all others
@@ -248,11 +248,14 @@ class BenchConfig:
 class KdaBenchConfig:
     """KDA on this GPU beside other implementations that are installed."""
 
-    shapes: tuple[str, ...] = ("8192x32", "8192x64", "8192x96", "65536x32")  # TOKENSxHEADS
+    lengths: tuple[int, ...] = (8192, 65536, 131072)  # tokens of one sequence
+    heads: tuple[int, ...] = (32, 64, 96)  # of size 128; every length with every one
+    forward_only_from: int = 131072  # from this length on there is no backward pass: memory
+    decode: tuple[str, ...] = ("32x64", "64x64", "128x96")  # SEQUENCESxHEADS, of one token each
+    peers: tuple[str, ...] = ("fla", "flashkda")  # flash-linear-attention, FlashKDA
     repeats: int = 30  # replays behind each median
-    peers: bool = True  # measure flash-linear-attention and FlashKDA where installed
     seed: int = 0
-    output: str | None = None  # file that gets one JSON line
+    output: str | None = None  # folder of kda.jsonl, which grows, kda.md and kda.png
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

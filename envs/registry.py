@@ -73,7 +73,7 @@ def make_config(config: EnvConfig) -> MessageEnv:
 def load_plugin(plugin: str) -> ModuleType:
     """Import a plug-in, a python file by path or a dotted module, at most once per process."""
     if _is_file(plugin):
-        return _load_file(Path(plugin).expanduser().resolve())
+        return _load_file(_absolute(plugin))
     if plugin not in _plugins:
         try:
             _plugins[plugin] = importlib.import_module(plugin)
@@ -87,14 +87,17 @@ def load_plugin(plugin: str) -> ModuleType:
 
 def resolve_plugins(config: EnvConfig) -> EnvConfig:
     """The same config with plug-in files by absolute path, for processes in other folders."""
-    plugins = tuple(
-        str(Path(p).expanduser().resolve()) if _is_file(p) else p for p in config.plugins
-    )
+    plugins = tuple(str(_absolute(p)) if _is_file(p) else p for p in config.plugins)
     return dataclasses.replace(config, plugins=plugins)
 
 
 def _is_file(plugin: str) -> bool:
     return plugin.endswith(".py") or os.sep in plugin
+
+
+def _absolute(plugin: str) -> Path:
+    """Without asking the disk, where a link may lead back to itself."""
+    return Path(os.path.abspath(os.path.expanduser(plugin)))
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -81,8 +81,9 @@ class Message:
     images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
-        if not all(isinstance(text, str) for text in (self.name, self.type, self.tool)):
-            raise TypeError("name, type and tool of a message are strings")
+        texts = (self.content, self.name, self.type, self.tool)
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("content, name, type and tool of a message are strings")
         if (self.thinking or self.calls) and self.role != "assistant":
             raise ValueError(f"a {self.role} message has no thinking and no calls")
         if (self.tool or self.index) and self.role != "tool":
@@ -93,8 +94,9 @@ class Message:
             raise ValueError(f"a {self.role} message has no type")
         if self.name and self.role == "tool":
             raise ValueError("a tool message has no name")
-        if not all(isinstance(image, Image) for image in self.images):
-            raise TypeError("images of a message are made by shown or Image, not bare arrays")
+        drawn = isinstance(self.images, tuple)
+        if not (drawn and all(isinstance(image, Image) for image in self.images)):
+            raise TypeError("images of a message are a tuple of what shown or Image make")
         if self.images and self.role == "assistant":
             raise ValueError("an assistant message has no images")
         if self.images and self.content.count(IMAGE_PLACEHOLDER) != len(self.images):

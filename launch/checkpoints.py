@@ -11,12 +11,11 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..configs.errors import RunFailed
+from ..configs.errors import RunFailed, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +50,25 @@ def save(run: Path, state: RunState, write: Callable[[Path], None], keep: int) -
     partial = root / f".saving-step-{state.step:06d}"
     for stale in (partial, final):
         shutil.rmtree(stale, ignore_errors=True)
-    root.mkdir(parents=True, exist_ok=True)
     try:
-        write(partial)
-    except BaseException:
+        with written(final):
+            root.mkdir(parents=True, exist_ok=True)
+            write(partial)
+            record = json.dumps({**asdict(state), "files": _files(partial)}, indent=1)
+            (partial / "run.json").write_text(record + "\n", encoding="utf-8")
+            partial.rename(final)
+    finally:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk wants its space back
-        raise
-    record = {**asdict(state), "files": _files(partial)}
-    (partial / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    partial.rename(final)
     complete, _ = scan(run)
     for old in complete[: -max(keep, 1)]:
-        remove(old.folder)
+        with written(old.folder):
+            remove(old.folder)
     return final
 
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint; from the first moment on it no longer counts as complete."""
-    with suppress(OSError):
-        (folder / "run.json").unlink(missing_ok=True)
+    (folder / "run.json").unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import select
 import shlex
@@ -15,6 +16,8 @@ from ..configs.errors import RunFailed, UnknownArgument, UserError, last_line
 from .interrupt import exit_code, heed_sigterm
 
 FAILED, USER_MISTAKE, UNREAD = 1, 2, 141
+# What a write says that has no file name with it.
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"a process of the run ended while it worked ({last_line(cause)}); "
                 "farhorizon doctor looks at this machine"
             )
+        if isinstance(cause, OSError) and (cause.filename or cause.errno in _NO_ROOM):
+            place = cause.filename or "output"
+            cause = RunFailed(f"{place}: cannot be read or written: {cause.strerror}")
         if not isinstance(cause, UserError | RunFailed):
             raise
         print(f"farhorizon: {cause}{_way_out(cause, arguments)}", file=sys.stderr)
@@ -154,10 +160,12 @@ def _sft(arguments: argparse.Namespace) -> int:
     config = load_config(SftConfig, arguments.config, arguments.overrides)
     from .sft import run_sft
 
+    result = Path(config.output) / "config.json"
+    before = os.path.isfile(result)  # asks without an exception whatever the name is
     try:
         run_sft(config)
     except KeyboardInterrupt:
-        if (Path(config.output) / "config.json").exists():  # it was being written: now it is whole
+        if result.exists() and not before:  # it was being written: now it is whole
             print(f"sft: interrupted, but done; checkpoint {config.output}")
         else:
             again = shlex.join(["farhorizon", "sft", arguments.config, *arguments.overrides])

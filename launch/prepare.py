@@ -18,6 +18,7 @@ from ..configs.schema import EnvConfig, TrainConfig
 from ..envs.registry import EnvBuildError, make_config, resolve_plugins, tasks
 from ..policy.records import StageRecord, check_context, read_config, read_stage
 from ..policy.tokenizer import ChatFormat, load_tokenizer
+from ..policy.value import VALUE_FILE
 from ..policy.vision_config import ImageRules
 from ..rl.algorithms import make_algorithm
 from ..rollout.calls import EnvCalls, Fault, build
@@ -59,7 +60,12 @@ class Run:
 def prepare(config: TrainConfig) -> Run:
     """Check a training config against the world; UserError for whatever does not fit."""
     check_bounds(config)
-    make_algorithm(config.algorithm)  # refuses settings that do not go together
+    algorithm = make_algorithm(config.algorithm)  # refuses settings that do not go together
+    if algorithm.compares and config.group_size < 2:
+        raise UserError(
+            f"group_size={config.group_size} must be at least 2 with algorithm.name="
+            f"{config.algorithm.name}, which compares siblings"
+        )
     if config.max_staleness == 0:
         check_unused("rollout", config.rollout, ["keep_states"], "needs max_staleness")
     folder = Path(config.output).absolute()
@@ -188,6 +194,12 @@ def _find_resumable(config: TrainConfig, folder: Path, notes: list[str]) -> Foun
                 raise UserError(
                     f"output {folder} holds a run with another {text}; choose another output"
                 )
+        judged = make_algorithm(config.algorithm).critic is not None
+        if judged and not (found.folder / VALUE_FILE).exists():
+            raise UserError(
+                f"algorithm.name={config.algorithm.name} needs a critic, and {found.folder} has "
+                "none; choose another output, with that folder as policy"
+            )
         notes += [f"settings changed since the last run: {text}" for text in changed]
     return found
 

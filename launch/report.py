@@ -149,10 +149,10 @@ def context_line(groups: Sequence[Group], context: int) -> str | None:
 
 
 def unchanged_line(rows: Sequence[dict[str, Any]]) -> str | None:
-    """What to change where groups without reward variance left more than half of the steps flat."""
+    """What to change where more than half of the steps had no group with anything to teach."""
     steps = [row for row in rows if "train/update_skipped" in row]
     idle = [row for row in steps if row["train/update_skipped"]]
-    flat = [r for r in idle if 0 < r.get("learn/groups", 0) == r["train/groups_without_variance"]]
+    flat = [r for r in idle if 0 < r.get("learn/groups", 0) == r.get("learn/groups_left_out")]
     if 2 * len(flat) <= len(steps):
         return None
     solved = sum(row["train/success"] or 0 for row in flat) > len(flat) / 2

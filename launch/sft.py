@@ -47,6 +47,7 @@ PR_SET_PDEATHSIG = 1  # of Linux: the signal to get when the parent process ends
 
 def run_sft(config: SftConfig) -> Path:
     """Train, and write the checkpoint folder ``config.output``; returns it."""
+    check_writable(Path(config.output).absolute())
     output = Path(config.output).resolve()  # its lock lies beside it, whatever name leads there
     parent = find_checkpoint(config.policy).resolve()
     config = replace(
@@ -122,7 +123,7 @@ def _train_process(
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         _train(rank, config, parent, scratch)
-    except (UserError, RunFailed) as error:
+    except (UserError, RunFailed, OSError) as error:
         failures.put(error)
         raise
     except KeyboardInterrupt:
@@ -204,11 +205,13 @@ def _check_output(parent: Path, output: Path) -> None:
     """UserError unless the place is free: a warm-up leaves nothing before it is done."""
     if parent.is_relative_to(output.resolve()):
         raise UserError(f"output {output}: holds the policy to start from; choose another output")
-    if output.is_mount():
-        raise UserError(f"output {output}: is a mount point; name a folder in it")
     if len(os.fsencode(output.name)) > MOST_NAME_BYTES:
         raise UserError(f"output {output}: its name is too long; choose another output")
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+    if output.is_mount():
+        raise UserError(f"output {output}: is a mount point; name a folder in it")
+    if output.exists() and not output.is_dir():
+        raise UserError(f"output {output}: is not a directory; choose another output")
+    if output.exists() and any(output.iterdir()):
         found = "holds a checkpoint" if (output / "config.json").exists() else "is not empty"
         raise UserError(f"output {output}: {found}; choose another output, or remove it")
 

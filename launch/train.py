@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from .checkpoints import Found
 from .cluster import check_gpus, cluster
 from .evaluate import measure
 from .files import sole_user
+from .flat import why_flat
 from .interrupt import GivenUp, exit_code, uninterrupted
 from .prepare import Run, check_unchanged, prepare
 from .progress import Display
@@ -104,6 +104,8 @@ def train(config: TrainConfig) -> int:
     first = before[0] if before and before[0].step == 0 else None
     assert run.saved is not None
     plugins = config.env.plugins
+    if first is not None and result is not None and result.success <= first.success:
+        print(f"flat        {why_flat(recorder.rows)}")
     for line in closing_lines(first, result, run.folder, run.saved.folder, run.step, plugins):
         print(line)
     return 0
@@ -161,8 +163,7 @@ def _loop(job: Job) -> Evaluation | None:
                     with display.phase("sync"):
                         job.pool.sync(job.learner.publish())
             finally:  # weights that cannot be sent are saved all the same
-                with _writing(run.folder):
-                    _record(job, played, update)
+                _record(job, played, update)
         last = run.step == config.steps
         if last or (config.save_every and run.step % config.save_every == 0):
             with uninterrupted("finishing the checkpoint, then stopping"):
@@ -283,15 +284,6 @@ def _way_on(job: Job) -> None:
     display.line(f"{again}     {resume_line(run.folder, run.config.steps)}")
 
 
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """What cannot be written ends a run, in one line."""
-    try:
-        yield
-    except OSError as error:
-        raise RunFailed(f"{folder}: cannot be written ({error.strerror})") from None
-
-
 def _record(job: Job, played: Played, result: UpdateResult) -> None:
     """Write the finished step to the run folder and show it."""
     run, display = job.run, job.display
@@ -300,8 +292,8 @@ def _record(job: Job, played: Played, result: UpdateResult) -> None:
     episodes = [t for group in groups for t in group.trajectories]
     rewards = [t.reward for t in episodes if t.reward is not None]
     # As the learner counts them: of groups that were not stale, and by its idea of equal rewards.
-    learned_from, flat = (result.metrics[n] for n in ("groups", "groups_without_variance"))
-    nothing = 0 < learned_from == flat
+    fresh, flat = (result.metrics[n] for n in ("groups", "groups_without_variance"))
+    nothing = 0 < fresh == result.metrics["groups_left_out"]
     seconds = display.take_seconds()
     total = sum(seconds.get(name, 0.0) for name in ("rollout", "learn", "sync"))
     success = sum(t.success for t in episodes) / len(rewards) if rewards else math.nan

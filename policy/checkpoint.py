@@ -79,22 +79,28 @@ def save_checkpoint(
     temporary = folder.parent / f".{folder.name}.partial"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    dtype = _write_weights(temporary, weights, config, export)
-    tokenizer.save_pretrained(temporary)
-    changes = {
-        "max_position_embeddings": stage.context,
-        "bos_token_id": tokenizer.bos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.backend_tokenizer.token_to_id(END_OF_MESSAGE),
-    }
-    write_json(temporary / "config.json", saved_fields(config.to_dict(), changes, dtype, export))
-    write_json(temporary / STAGE_FILE, asdict(stage))
-    _write_preprocessor(temporary, config)
-    for name, text in (notes or {}).items():
-        (temporary / name).write_text(text, encoding="utf-8")
-    for file in temporary.iterdir():
-        _flush(file)
-    _flush(temporary)
+    try:
+        dtype = _write_weights(temporary, weights, config, export)
+        tokenizer.save_pretrained(temporary)
+        changes = {
+            "max_position_embeddings": stage.context,
+            "bos_token_id": tokenizer.bos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.backend_tokenizer.token_to_id(END_OF_MESSAGE),
+        }
+        write_json(
+            temporary / "config.json", saved_fields(config.to_dict(), changes, dtype, export)
+        )
+        write_json(temporary / STAGE_FILE, asdict(stage))
+        _write_preprocessor(temporary, config)
+        for name, text in (notes or {}).items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        for file in temporary.iterdir():
+            _flush(file)
+        _flush(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk wants its space back
+        raise
     if folder.exists():
         old = folder.parent / f".{folder.name}.old"
         shutil.rmtree(old, ignore_errors=True)

@@ -118,8 +118,8 @@ def _mla(config: PolicyConfig) -> int:
 
 
 def state_sizes(config: PolicyConfig, itemsize: int) -> StateSizes:
-    """What `DecodeState` holds of a sequence whose conv tails and latents have ``itemsize``; the
-    room by which it grows ahead is not counted."""
+    """What `DecodeState`, not a matched one, holds of a sequence whose conv tails and latents have
+    ``itemsize``; the room by which it grows ahead is not counted."""
     linear = config.linear_attn_config or {}
     num_mla = sum(config.is_mla(i) for i in range(config.num_hidden_layers))
     inner = linear["num_heads"] * linear["head_dim"]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..kernels.conv import short_conv
-from ..kernels.kda import chunk_kda, recurrent_kda
+from ..kernels.kda import chunk_kda, decode_kda, replay_kda
 from ..kernels.norm import gated_norm
 from ..kernels.precision import as_given
 from .config import PolicyConfig
 from .packing import Packing
-from .state import KdaState
+from .state import KdaState, ReplayedKda
 
 
 class ShortConv(nn.Module):
@@ -81,41 +82,54 @@ class KimiDeltaAttention(nn.Module):
             else:
                 self.A_log.zero_()
 
-    def forward(self, x: torch.Tensor, packing: Packing, state: KdaState | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, packing: Packing, state: KdaState | ReplayedKda | None
+    ) -> torch.Tensor:
         """``x [T, D]`` normed input -> ``[T, D]``; continues and updates ``state`` in place."""
-        tokens = len(x)
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        kernel = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
-        before = None if state is None else state.conv
-        mixed, tail = short_conv(qkv, kernel[:, 0], packing.bounds, before)
-        single = state is not None and packing.longest == 1
-        shape = (tokens, 1) if single else (1, tokens)
-        q, k, v = mixed.view(*shape, 3, self.num_heads, self.head_dim).unbind(2)
-        z = self.f_b_proj(self.f_a_proj(x)).view(*shape, self.num_heads, self.head_dim)
-        beta = self.b_proj(x).view(*shape, self.num_heads)
-        bounds = None if single else torch.tensor(packing.bounds)
-        # the recurrence adds up over the whole sequence: autocast must not round it
-        with as_given(x):
-            out, final = (recurrent_kda if single else chunk_kda)(
-                q,
-                k,
-                v,
-                z,
-                beta,
+        kernel = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])[:, 0]
+        z, beta = self.f_b_proj(self.f_a_proj(x)), self.b_proj(x)
+        single = packing.longest == 1
+        if isinstance(state, KdaState) and single:
+            out, state.recurrent, state.conv = decode_kda(
+                *(qkv, kernel, state.conv, z, beta, self._gate(x)),
+                *(self.o_norm.weight, self.o_norm.eps),
                 A_log=self.A_log,
                 dt_bias=self.dt_bias,
-                initial_state=None if state is None else state.recurrent,
-                output_final_state=state is not None,
-                use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True,
-                use_beta_sigmoid_in_kernel=True,
+                initial_state=state.recurrent,
                 lower_bound=self.lower_bound,
-                cu_seqlens=bounds,
             )
-        if state is not None and final is not None:
-            state.recurrent, state.conv = final, tail
-        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        normed = self.o_norm(
-            out.view(tokens, self.num_heads, -1), gate.view(tokens, self.num_heads, -1)
-        )
-        return self.o_proj(normed.flatten(1))
+            return self.o_proj(out)
+        before = None if state is None else state.conv
+        mixed, tail = short_conv(qkv, kernel, packing.bounds, before)
+        shape = (len(x), 1) if single else (1, len(x))
+        q, k, v = mixed.view(*shape, 3, self.num_heads, self.head_dim).unbind(2)
+        inputs = (q, k, v, z.view(q.shape), beta.view(q.shape[:3]))
+        options: dict[str, Any] = {
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "lower_bound": self.lower_bound,
+            "cu_seqlens": None if single else torch.tensor(packing.bounds),
+        }
+        # the recurrence adds up over the whole sequence: autocast must not round it
+        with as_given(x):
+            if isinstance(state, ReplayedKda):
+                out = replay_kda(*inputs, state.replay, **options)
+            else:
+                initial = None if state is None else state.recurrent
+                wanted = state is not None
+                out, final = chunk_kda(
+                    *inputs, initial_state=initial, output_final_state=wanted, **options
+                )
+                if state is not None and final is not None:
+                    state.recurrent = final
+        if state is not None:
+            state.conv = tail
+        heads = out.view(len(x), self.num_heads, -1)
+        return self.o_proj(self.o_norm(heads, self._gate(x).view(heads.shape)).flatten(1))
+
+    def _gate(self, x: torch.Tensor) -> torch.Tensor:
+        return self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.kda import ReplayState
 from .config import PolicyConfig
 
 
@@ -33,6 +34,31 @@ class KdaState:
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.recurrent, self.conv]
+
+
+@dataclass(slots=True)
+class ReplayedKda:
+    """As `KdaState`, for decoding with the sums of the chunked form (`ReplayState`)."""
+
+    replay: ReplayState
+    conv: torch.Tensor
+
+    def select(self, index: torch.Tensor) -> ReplayedKda:
+        return ReplayedKda(self.replay.select(index), self.conv.index_select(0, index))
+
+    def put(self, index: torch.Tensor, other: ReplayedKda) -> None:
+        self.replay.put(index, other.replay)
+        self.conv.index_copy_(0, index, other.conv)
+
+    lend, take_back = select, put
+
+    @staticmethod
+    def cat(parts: Sequence[ReplayedKda]) -> ReplayedKda:
+        replay = ReplayState.cat([p.replay for p in parts])
+        return ReplayedKda(replay, torch.cat([p.conv for p in parts]))
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.replay.tensors(), self.conv]
 
 
 @dataclass(slots=True)
@@ -96,6 +122,9 @@ class LatentCache:
         return [self.latent]
 
 
+LayerState = KdaState | ReplayedKda | LatentCache
+
+
 class DecodeState:
     """Recurrent state, convolution tails and latent cache of N sequences.
 
@@ -103,7 +132,7 @@ class DecodeState:
     ``lengths`` int64 [N] counts the tokens each sequence has seen.
     """
 
-    def __init__(self, layers: list[KdaState | LatentCache], lengths: torch.Tensor) -> None:
+    def __init__(self, layers: list[LayerState], lengths: torch.Tensor) -> None:
         self.layers = layers
         self.lengths = lengths
 
@@ -114,12 +143,19 @@ class DecodeState:
         num_sequences: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        matched: bool = False,
     ) -> DecodeState:
-        """The state before any token; ``dtype`` is that of conv tails and latents."""
+        """The state before any token; ``dtype`` is that of conv tails and latents.
+
+        ``matched``: KDA layers decode with the sums of the chunked form that training runs, and
+        not with the recurrent one. ``dtype`` must then be that of the activations, and no gradient
+        flows through these layers.
+        """
         linear = config.linear_attn_config or {}
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         heads, width = linear["num_heads"], linear["head_dim"]
-        layers: list[KdaState | LatentCache] = []
+        layers: list[LayerState] = []
         for i in range(config.num_hidden_layers):
             if config.is_mla(i):
                 size = config.kv_lora_rank + config.qk_rope_head_dim
@@ -134,7 +170,12 @@ class DecodeState:
                 conv = torch.zeros(
                     num_sequences, tail, 3 * heads * width, device=device, dtype=dtype
                 )
-                layers.append(KdaState(recurrent, conv))
+                if matched:
+                    bound = config.gate_lower_bound
+                    replay = ReplayState.start(recurrent, dtype=dtype, lower_bound=bound)
+                    layers.append(ReplayedKda(replay, conv))
+                else:
+                    layers.append(KdaState(recurrent, conv))
         return cls(layers, torch.zeros(num_sequences, dtype=torch.long, device=device))
 
     @property

@@ -6,8 +6,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 from transformers import PreTrainedTokenizerFast
 
-from ..configs.errors import RunFailed, UserError, last_line
+from ..configs.errors import RunFailed, UserError, last_line, written
 from ..configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from ..policy.checkpoint import load_checkpoint, save_checkpoint
 from ..policy.config import PolicyConfig
@@ -26,7 +25,7 @@ from ..policy.value import ValueHead
 from ..policy.weights import Publication
 from ..rollout.types import Group
 from . import batch, losses, resume
-from .algorithms import LossFunction, Objective, make_algorithm
+from .algorithms import Flat, LossFunction, Objective, make_algorithm
 from .critic import Critic
 from .engine import join, leave
 from .learner import Learner
@@ -107,7 +106,7 @@ class LearnerActor:
         engine = self.learner.engine
         state = engine.gathered_state()
         if self.rank == 0:
-            with _written(folder):
+            with written(folder):
                 save_checkpoint(folder, state, self.policy_config, self.tokenizer, stage)
         else:
             for _ in state:
@@ -116,7 +115,7 @@ class LearnerActor:
 
     def save(self, folder: str) -> None:
         """Write what `load` needs to continue bit for bit."""
-        with _written(folder):
+        with written(folder):
             resume.save(self.learner, Path(folder))
 
     def load(self, folder: str) -> int:
@@ -127,15 +126,6 @@ class LearnerActor:
     def close(self) -> None:
         """Leave the process group, so that no rank reports the others' end as a failure."""
         leave()
-
-
-@contextmanager
-def _written(folder: str) -> Iterator[None]:
-    """A full or failing disk as one line."""
-    try:
-        yield
-    except OSError as error:
-        raise RunFailed(f"{folder}: cannot be written: {last_line(error)}") from None
 
 
 class LearnerGroup:
@@ -182,15 +172,15 @@ class LearnerGroup:
     def update(self, groups: Sequence[Group]) -> UpdateResult:
         """Learn from one rollout batch, in ``minibatches`` optimizer steps.
 
-        Without any group that has reward variance nothing happens, and the result says so.
+        Where no group has anything to teach nothing happens, and the result says so.
         """
-        kept, stats = self._samples(groups)
+        kept, stats = self._samples(groups, self.algorithm.flat)
         metrics = stats.metrics()
         if not kept:
             return UpdateResult(metrics, self.version, skipped=True)
-        metrics["staleness_max"] = self.version - stats.oldest_version
         if self.config.replay == "rollout":
             metrics["routes_known"] = batch.routes_known(kept)
+        metrics |= stats.staleness(self.version)
         steps = batch.deal(kept, self.config.minibatches)
         return self._update(
             [self._shares(samples) for samples in steps],
@@ -201,8 +191,8 @@ class LearnerGroup:
         )
 
     def teaching(self, groups: Sequence[Group]) -> int:
-        """Number of groups that `update` would learn from."""
-        return len(self._samples(groups)[0])
+        """Number of groups that have an advantage."""
+        return len(self._samples(groups, "left_out")[0])
 
     def update_nll(self, sequences: Sequence[np.ndarray]) -> UpdateResult:
         """One optimizer step on the negative log-likelihood of every token but each first.
@@ -265,11 +255,11 @@ class LearnerGroup:
         )
 
     def _samples(
-        self, groups: Sequence[Group]
+        self, groups: Sequence[Group], flat: Flat
     ) -> tuple[list[list[batch.Sample]], batch.BatchStats]:
         own = self.algorithm
         return batch.samples_of_groups(
-            groups, own.advantages, credit=own.credit, shaping=own.shaping
+            groups, own.advantages, flat, credit=own.credit, shaping=own.shaping
         )
 
     def _shares(self, samples: Sequence[batch.Sample]) -> list[Share]:

@@ -72,15 +72,6 @@ def batch_normalised(
     return advantages.to(torch.float32)
 
 
-def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Advantages of tokens normalised over those under the mask, 0 elsewhere, fp32 [T]."""
-    assert advantages.ndim == 1 and advantages.shape == mask.shape
-    result = torch.zeros_like(advantages, dtype=torch.float64)
-    if mask.any():
-        result[mask] = _normalised(advantages.detach()[mask].to(torch.float64))
-    return result.to(torch.float32)
-
-
 def distillation(
     logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor, *, bound: float
 ) -> Tensor:

@@ -39,10 +39,20 @@ def token_weights(
     return counts.new_full(counts.shape, tokens / sequences / length)
 
 
+def held(mask: Tensor, weights: Tensor | None) -> Tensor:
+    """The mask without tokens of weight 0, which have no part in a loss.
+
+    They must be masked before what is not linear in them: a slope that is not finite times 0 is
+    NaN. A weight of NaN stays.
+    """
+    return mask if weights is None else mask & (weights != 0)
+
+
 def mean(values: Tensor, weights: Tensor | None, mask: Tensor, denominator: int) -> Tensor:
     """The weighed sum of ``values`` (0 outside of the mask), divided by ``denominator``.
 
-    ``weights`` None are 1. They give no gradient; one of 0 removes whatever its token has.
+    ``weights`` None are 1. They give no gradient; one of 0 removes whatever value its token has,
+    and `held` what its gradient would be.
     """
     if weights is not None:
         check(values, weights, mask)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -21,6 +21,9 @@ from .types import LossOutput
 
 AdvantageFunction = Callable[[Tensor, Tensor], Tensor]  # rewards [N], group ids [N] -> [N]
 LossFunction = Callable[..., LossOutput]
+# Groups whose advantages are all 0: left out; counted by the mean, where others teach; or learned
+# from, since more than advantages acts on their tokens.
+Flat = Literal["left_out", "counted", "learned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,8 @@ def _pulled(
 class Algorithm:
     """An advantage over groups of rewards, or a critic instead, and a loss over tokens.
 
-    ``decoupled`` says that the loss wants the log-probs of the policy before the update. Rewards
+    ``decoupled`` says that the loss wants the log-probs of the policy before the update, ``flat``
+    what becomes of groups without an advantage, ``compares`` that siblings are compared. Rewards
     are changed by ``shaping`` first, and tokens answer for those that ``credit`` names.
     """
 
@@ -145,6 +149,8 @@ class Algorithm:
     pull: penalties.Pull | None = None
     credit: Credit = "trajectory"
     shaping: Shaping | None = None
+    flat: Flat = "left_out"
+    compares: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,7 @@ class Recipe:
     settings: Mapping[str, Any]
     aggregation: Aggregation = "token"
     pulled: bool = False  # its loss pulls towards the policy that sampled
+    compares: bool = True  # its advantages compare siblings: a group of one has none
 
     def __call__(self, config: AlgorithmConfig) -> Algorithm:
         """The algorithm with the settings of a config that names it; UserError for those that do
@@ -169,13 +176,14 @@ class Recipe:
                 f"algorithm.length={config.length} would have no effect: it needs "
                 "algorithm.aggregation=constant"
             )
-        if self.advantages is None and config.extra_rounds:
+        if not self.compares and config.extra_rounds:
             raise UserError(
                 f"algorithm.extra_rounds={config.extra_rounds} would have no effect with "
                 f"algorithm.name={config.name}: groups of equal rewards teach it too; leave it out"
             )
         correction = self._correction(config)
         pull = _pull(config)
+        acting = self.advantages is None or self.pulled or config.entropy > 0 or config.kl > 0
         return Algorithm(
             None if self.advantages is None else partial(self.advantages, **advantage),
             Objective(
@@ -191,6 +199,8 @@ class Recipe:
             pull=pull,
             credit=config.credit or "trajectory",
             shaping=_shaping(config),
+            flat="learned" if acting else "left_out" if aggregation == "token" else "counted",
+            compares=self.compares,
         )
 
     def _settings(self, config: AlgorithmConfig) -> dict[str, Any]:
@@ -295,7 +305,7 @@ over_batch = advantages.batch_normalised
 centred = partial(over_batch, baseline="mean")
 
 ALGORITHMS: dict[str, Recipe] = {
-    "ppo": Recipe(None, losses.ppo_clip, CLIP | CRITIC),
+    "ppo": Recipe(None, losses.ppo_clip, CLIP | CRITIC, compares=False),
     "grpo": Recipe(relative, losses.grpo, GROUP | CLIP | CREDIT),
     "dr_grpo": Recipe(unscaled, losses.dr_grpo, CLIP | CREDIT, "constant"),
     "dapo": Recipe(relative, losses.dapo, GROUP | CLIP | CREDIT | {"clip_high": 0.28}),
@@ -308,7 +318,7 @@ ALGORITHMS: dict[str, Recipe] = {
     ),
     "rloo": Recipe(peers, losses.rloo, CREDIT),
     "reinforce": Recipe(relative, losses.reinforce, GROUP | CREDIT | {"scale": "none"}),
-    "reinforce_pp": Recipe(over_batch, losses.reinforce_pp, CLIP | CREDIT),
+    "reinforce_pp": Recipe(over_batch, losses.reinforce_pp, CLIP | CREDIT, compares=False),
     "reinforce_pp_baseline": Recipe(centred, losses.reinforce_pp, CLIP | CREDIT),
     "k15": Recipe(unscaled, losses.k15, {"tau": 0.01}, pulled=True),
     "k25": Recipe(unscaled, losses.k25, WINDOW | CREDIT, pulled=True),

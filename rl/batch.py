@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 from ..policy.images import Placed
 from ..policy.routing import Routes
 from ..rollout.types import Group, Trajectory
-from .algorithms import AdvantageFunction
+from .advantages import equal
+from .algorithms import AdvantageFunction, Flat
 from .credit import Credit, turn_advantages
 from .shaping import Shaping
 from .types import MicroBatch, Sample, Share
@@ -23,19 +25,28 @@ from .types import MicroBatch, Sample, Share
 class BatchStats:
     """What a rollout batch held, and what of it could be learned from.
 
-    ``reward_mean`` and ``success`` are over episodes with a reward, nan if there are none;
-    ``oldest_version`` is the oldest weight version of any trained token, -1 if none is trained.
+    ``groups_without_variance`` have equal rewards, however they are learned from;
+    ``groups_left_out`` teach nothing, those whose episodes all failed among them.
+    ``reward_mean`` and ``success`` are over episodes with a reward, nan if there are none.
     """
 
     groups: int
     groups_without_variance: int
+    groups_left_out: int
     trajectories: int
     without_reward: int  # failed, or a reward that is not finite: masked, never a reward of 0
     reward_mean: float
     success: float
     trained_tokens: int
-    oldest_version: int
+    tokens_of_version: Mapping[int, int]  # trained tokens by the version that sampled them
     shaping: float | None = None  # mean of what shaping added to rewards
+
+    def staleness(self, version: int) -> dict[str, float]:
+        """How many versions trained tokens lag behind ``version``: the share of each lag, and the
+        largest one."""
+        lags = {version - v: n for v, n in sorted(self.tokens_of_version.items(), reverse=True)}
+        shares = {f"staleness_{lag}": n / self.trained_tokens for lag, n in lags.items()}
+        return {**shares, "staleness_max": max(lags)} if lags else {}
 
     def metrics(self) -> dict[str, float]:
         """The same as metric names."""
@@ -44,6 +55,7 @@ class BatchStats:
             **shaped,
             "groups": self.groups,
             "groups_without_variance": self.groups_without_variance,
+            "groups_left_out": self.groups_left_out,
             "trajectories": self.trajectories,
             "episodes_without_reward": self.without_reward,
             "reward_mean": self.reward_mean,
@@ -55,6 +67,7 @@ class BatchStats:
 def samples_of_groups(
     groups: Sequence[Group],
     advantages: AdvantageFunction | None,
+    flat: Flat = "left_out",
     *,
     credit: Credit = "trajectory",
     shaping: Shaping | None = None,
@@ -62,8 +75,11 @@ def samples_of_groups(
     """Samples of each group that can be learned from, and statistics over all of them.
 
     Siblings belong together by task id, in whatever order or pieces they arrive. Episodes that
-    failed are left out; so are groups in which every advantage is 0: they would only dilute the
-    token mean. Without ``advantages`` samples have rewards, for a critic, and no group is left out.
+    failed are left out. So are groups in which every advantage is 0, which would only dilute the
+    token mean, unless they are ``"counted"``: a mean over sequences divides by theirs too, but all
+    are left out where no group has an advantage. If ``"learned"`` none is left out, nor without
+    ``advantages``: then samples have rewards, for a critic.
+
     Rewards are changed by ``shaping`` first; of what they then are, each turn has its own share, or
     with ``credit="trajectory"`` all tokens have the same.
     """
@@ -82,30 +98,41 @@ def samples_of_groups(
         given = (torch.from_numpy(rewards), torch.tensor(lengths), torch.tensor(success))
         extra = shaping(*given, torch.from_numpy(ids)).numpy() - rewards
     values = _advantages(trajectories, ids, rewards, extra, advantages, credit)
+    some = any(own.any() for own in values)
+    everything = advantages is None or flat == "learned" or (flat == "counted" and some)
+    equal_rewards = 0
     kept: list[list[Sample]] = []
-    versions: list[int] = []
+    versions: Counter[int] = Counter()
     for number in range(len(siblings)):
         members = np.flatnonzero((ids == number) & valid)
-        if not (any(values[i].any() for i in members) if advantages is not None else len(members)):
+        if len(members):
+            own = torch.from_numpy((rewards + extra)[members])
+            equal_rewards += equal(own.min(), own.max())
+        if not (len(members) if everything else any(values[i].any() for i in members)):
             continue
         samples = [_sample(int(i), trajectories[i], values[i]) for i in members]
         if advantages is None:
             samples = [_with_rewards(s, trajectories[s.id], extra[s.id]) for s in samples]
         samples = [sample for sample in samples if sample.loss_mask.any()]
-        versions += [int(v[v >= 0].min()) for v in (trajectories[s.id].versions for s in samples)]
-        kept.append(samples)
+        for sample in samples:
+            versions.update(
+                trajectories[sample.id].versions[: len(sample)][sample.loss_mask].tolist()
+            )
+        if samples:
+            kept.append(samples)
     stats = BatchStats(
         groups=len(siblings),
-        groups_without_variance=len(siblings) - len(kept),
+        groups_without_variance=equal_rewards,
+        groups_left_out=len(siblings) - len(kept),
         trajectories=len(trajectories),
         without_reward=int((~valid).sum()),
         reward_mean=float(rewards[valid].mean()) if valid.any() else math.nan,
         success=_mean([t.success for t, v in zip(trajectories, valid, strict=True) if v]),
         trained_tokens=sum(int(s.loss_mask.sum()) for group in kept for s in group),
-        oldest_version=min(versions, default=-1),
+        tokens_of_version=dict(versions),
         shaping=None if shaping is None else _mean(extra[valid].tolist()),
     )
-    return [group for group in kept if group], stats
+    return kept, stats
 
 
 def routes_known(groups: Sequence[list[Sample]]) -> float:

@@ -18,7 +18,8 @@ from .types import LossOutput, MicroBatch
 class Critic:
     """How values are learned: discount, trace and loss of PPO with GAE.
 
-    ``value_coefficient`` multiplies the critic's loss, ``value_clip`` bounds how far a value moves.
+    ``value_coefficient`` multiplies the critic's loss, ``value_clip`` bounds how far a value moves;
+    0 does not bound it.
     """
 
     gamma: float
@@ -102,7 +103,7 @@ def with_values(
         judged.returns.to(values.dtype),
         mask,
         denominator=denominator,
-        clip=critic.value_clip,
+        clip=critic.value_clip or None,
     )
     loss = output.loss + critic.value_coefficient * own.loss
     return LossOutput(loss, {**output.metrics, **own.metrics}, output.maxima)

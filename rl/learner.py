@@ -23,6 +23,7 @@ from ..policy.images import Placed
 from ..policy.qk_clip import clip_factors, forget, logit_maxima, watched_logits
 from ..policy.routing import Routes
 from ..policy.thresholds import ThresholdRule, make_rule
+from . import diagnostics
 from .algorithms import LossFunction
 from .critic import Critic, Judged, judge, whiten_over_ranks, with_values
 from .engine import Engine
@@ -117,7 +118,8 @@ class Learner:
         applied = [values for values in metrics if values["skipped_steps"] == 0]
         self.version += bool(applied)
         told = applied or metrics
-        result = {k: _combined(k, [m[k] for m in told]) for k in told[0]}
+        names = dict.fromkeys(name for values in told for name in values)
+        result = {k: _combined(k, [m[k] for m in told if k in m]) for k in names}
         result["skipped_steps"] = len(metrics) - len(applied)
         if "log_ratio_abs" in metrics[0]:
             result["log_ratio_first"] = metrics[0]["log_ratio_abs"]
@@ -196,7 +198,8 @@ class Learner:
         before: Sequence[Before | None],
         critic: Critic | None,
     ) -> tuple[dict[str, float], str | None]:
-        outputs = []
+        outputs: list[LossOutput] = []
+        tally = torch.zeros(diagnostics.SIZE, dtype=torch.float64, device=self.engine.device)
         passed = before[0] is not None and before[0].logprobs is not None
         replaying = self.replay.active(passed)
         for number, (batch, known) in enumerate(zip(share.micro_batches, before, strict=True)):
@@ -211,13 +214,18 @@ class Learner:
                         if self.config.qk_clip is not None:
                             counting.enter_context(watched_logits(self.engine.policy))
                     out = self._forward(batch, last)
-                output = self._loss(batch, out, loss, share, known, critic)
+                output, advantages = self._loss(batch, out, loss, share, known, critic)
+                tally += self._tally(batch, out, advantages)
                 self.engine.backward(output.loss)
             outputs.append(output)
         metrics = self._reduced(outputs)
+        if outputs[0].maxima:  # it compares policies
+            self.engine.all_reduce([tally])
+            metrics |= diagnostics.metrics(tally.tolist())
         metrics["lr"] = self.engine.scheduled_lr()
         result = self.engine.step()
         metrics["grad_norm"] = result.grad_norm
+        metrics |= {f"grad_norm_{part}": norm for part, norm in result.part_norms.items()}
         metrics["skipped_steps"] = float(not result.applied)
         if result.applied:
             self.skipped_in_a_row = 0
@@ -282,8 +290,9 @@ class Learner:
         share: Share,
         before: Before | None,
         critic: Critic | None,
-    ) -> LossOutput:
-        """The objective on the trained tokens alone, with the entropy among its metrics."""
+    ) -> tuple[LossOutput, Tensor]:
+        """The objective on the trained tokens alone, with the entropy among its metrics, and the
+        advantages that it was given [R]."""
         positions = _positions(batch)
         mask = self._tensor(batch.loss_mask[positions])
         advantages = self._tensor(batch.advantages[positions])
@@ -306,12 +315,25 @@ class Learner:
             proximal_logprobs=before.logprobs,
             **pulled,
         )
-        if critic is not None and out.values is not None:
+        if critic is not None:
+            assert out.values is not None, "a critic needs a value head"
             none = advantages.double()  # in padding, where nothing counts
             known = judged or Judged(none, none, none)
             output = with_values(output, critic, out.values, known, mask, share.denominator)
         spread = torch.where(mask, out.entropy.detach(), 0.0).sum() / share.denominator
-        return LossOutput(output.loss, {**output.metrics, "entropy": spread}, output.maxima)
+        told = LossOutput(output.loss, {**output.metrics, "entropy": spread}, output.maxima)
+        return told, advantages
+
+    def _tally(self, batch: MicroBatch, out: Rows, advantages: Tensor) -> Tensor:
+        positions = _positions(batch)
+        return diagnostics.tally(
+            batch,
+            positions,
+            out.logprobs,
+            self._tensor(batch.behavior_logprobs[positions]),
+            advantages,
+            self._tensor(batch.loss_mask[positions]),
+        )
 
     def _reduced(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
         """Metrics of the step over all micro-batches and ranks."""

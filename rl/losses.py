@@ -6,11 +6,14 @@ outside of it may be anything, NaN included. The loss is a sum over tokens divid
 ``denominator``, the number of trained tokens of the whole optimizer step: micro-batches and ranks
 add up to the token mean. ``weights`` [T] without gradient multiply the loss of each token; other
 means (`aggregation.token_weights`) and corrections (`corrections`) are given that way, and None
-is 1. Sequences must be whole within a call where a ratio is one of sequences.
+is 1; a token of weight 0 has no loss of its own, whatever it is. Sequences must be whole within a
+call where a ratio is one of sequences.
 
 Metrics of all that compare two policies: ``ratio``, ``log_ratio_abs`` and ``log_ratio_max``
 (distance of learner and sampler log-probs), ``kl`` (of the sampler from the learner, the estimator
-ratio - 1 - log ratio); of those that clip, ``clip_fraction`` (trained tokens outside of the range).
+ratio - 1 - log ratio); of those that clip, ``clip_fraction`` (trained tokens outside of the range,
+but for those of weight 0), of which ``clip_fraction_low`` were below it and ``clip_fraction_high``
+above.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .aggregation import mean
+from .aggregation import held, mean
 from .ratio import bounded, check, difference, distance, masked, sequence_means, sequence_sums
 from .types import LossOutput
 
@@ -48,7 +51,7 @@ def ppo_clip(
     """
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
     log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
-    ratio = log_ratio.exp()
+    ratio = masked(log_ratio, held(mask, weights)).exp()
     advantages = masked(advantages, mask)
     free = ratio * advantages
     surrogate = torch.minimum(free, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -56,7 +59,7 @@ def ppo_clip(
         floor = dual_clip * advantages
         surrogate = torch.where(advantages < 0, torch.maximum(surrogate, floor), surrogate)
     clipped = (surrogate != free) & mask
-    return _output(surrogate, weights, mask, denominator, log_ratio, clipped)
+    return _output(surrogate, weights, mask, denominator, log_ratio, clipped, ratio)
 
 
 def gspo(
@@ -79,12 +82,13 @@ def gspo(
     """
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
     own = difference(logprobs, behavior_logprobs, mask)
-    ratio = bounded(sequence_means(own, mask, sequence_ids)).exp()
+    whole = bounded(sequence_means(own, mask, sequence_ids))
+    ratio = masked(whole, held(mask, weights)).exp()
     advantages = masked(advantages, mask)
     free = ratio * advantages
     surrogate = torch.minimum(free, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     clipped = (surrogate != free) & mask
-    return _output(surrogate, weights, mask, denominator, bounded(own), clipped)
+    return _output(surrogate, weights, mask, denominator, bounded(own), clipped, ratio)
 
 
 def cispo(
@@ -109,8 +113,10 @@ def cispo(
     log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
     ratio = log_ratio.detach().exp()
     factor = ratio.clamp(1 - clip_low, 1 + clip_high)
-    surrogate = factor * masked(advantages, mask) * masked(logprobs, mask)
-    return _output(surrogate, weights, mask, denominator, log_ratio, (factor != ratio) & mask)
+    kept = held(mask, weights)
+    surrogate = factor * masked(advantages, mask) * masked(logprobs, kept)
+    outside = (factor != ratio) & kept
+    return _output(surrogate, weights, mask, denominator, log_ratio, outside, ratio)
 
 
 def sapo(
@@ -134,8 +140,9 @@ def sapo(
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
     log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
     advantages = masked(advantages, mask)
+    ratio = masked(log_ratio, held(mask, weights)).exp()
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
-    gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return _output(gate * advantages, weights, mask, denominator, log_ratio, None)
 
 
@@ -161,12 +168,13 @@ def k25(
     skipped.
     """
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
-    own = difference(logprobs, behavior_logprobs, mask)
-    log_ratio = bounded(own)
-    ratio = log_ratio.exp()
+    log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
+    own = difference(logprobs, behavior_logprobs, held(mask, weights))
+    ratio = bounded(own).exp()
     window = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = window * masked(advantages, mask) - tau * own.square()
-    return _output(surrogate, weights, mask, denominator, log_ratio, (window != ratio) & mask)
+    outside = (window != ratio) & mask
+    return _output(surrogate, weights, mask, denominator, log_ratio, outside, ratio)
 
 
 def k15(
@@ -185,12 +193,14 @@ def k15(
     K1.5, arXiv:2501.12599 equation 3, whose gradient it has; A log pi(y) is written A R, which
     differs by a constant. R is a sum over tokens. tau is ours. A sequence's loss is spread over
     its tokens, so the plain sum is the paper's mean over sequences divided by their mean length.
+    Tokens of weight 0 are no part of R.
     """
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
-    own = difference(logprobs, behavior_logprobs, mask)
+    log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
+    own = difference(logprobs, behavior_logprobs, held(mask, weights))
     whole = sequence_sums(own, mask, sequence_ids)[0].to(own.dtype)
     surrogate = masked(advantages, mask) * own - tau / 2 * own * whole
-    return _output(surrogate, weights, mask, denominator, bounded(own), None)
+    return _output(surrogate, weights, mask, denominator, log_ratio, None)
 
 
 def reinforce(
@@ -210,7 +220,7 @@ def reinforce(
     """
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
     log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
-    surrogate = masked(advantages, mask) * masked(logprobs, mask)
+    surrogate = masked(advantages, mask) * masked(logprobs, held(mask, weights))
     return _output(surrogate, weights, mask, denominator, log_ratio, None)
 
 
@@ -234,7 +244,8 @@ def nll(
 ) -> LossOutput:
     """Negative log-likelihood in nats per trained token; behaviour and advantages are unused."""
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
-    return LossOutput(-mean(masked(logprobs, mask), weights, mask, denominator), metrics={})
+    kept = masked(logprobs, held(mask, weights))
+    return LossOutput(-mean(kept, weights, mask, denominator), metrics={})
 
 
 def value_loss(
@@ -244,13 +255,13 @@ def value_loss(
     mask: Tensor,
     *,
     denominator: int,
-    weights: Tensor | None = None,
     clip: float | None = 0.2,
 ) -> LossOutput:
     """Squared error of a critic, halved; ``max`` with that of a value moved by at most ``clip``.
 
     arXiv:1707.06347 equation 9 (L^VF), clipped as in OpenAI's baselines: ``old_values`` are those
-    that gave ``returns`` (advantage + old value). ``clip=None`` leaves the plain square.
+    that gave ``returns`` (advantage + old value). ``clip=None`` leaves the plain square, and
+    ``value_error`` is that whatever the clip.
     """
     check(values, old_values, returns, mask)
     values, old_values, returns = (masked(x, mask) for x in (values, old_values, returns))
@@ -260,9 +271,9 @@ def value_loss(
         error = torch.maximum(free, (near - returns).square())
     clipped = (error != free) & mask
     return LossOutput(
-        loss=0.5 * mean(error, weights, mask, denominator),
+        loss=0.5 * error.sum() / denominator,
         metrics={
-            "value_loss": 0.5 * free.detach().sum() / denominator,
+            "value_error": 0.5 * free.detach().sum() / denominator,
             "value_clip_fraction": clipped.sum() / denominator,
         },
     )
@@ -275,9 +286,15 @@ def _output(
     denominator: int,
     log_ratio: Tensor,
     clipped: Tensor | None,
+    ratio: Tensor | None = None,
 ) -> LossOutput:
-    """The loss of a surrogate that is to grow, 0 outside of the mask, with the usual metrics."""
+    """The loss of a surrogate that is to grow, 0 outside of the mask, with the usual metrics;
+    ``clipped`` tokens are those outside of a range around ratio 1."""
     metrics, maxima = distance(log_ratio, mask, denominator)
     if clipped is not None:
-        metrics = {"clip_fraction": clipped.sum() / denominator, **metrics}
+        assert ratio is not None
+        high = clipped & (ratio > 1)
+        fractions = {"": clipped, "_low": clipped & ~high, "_high": high}
+        own = {f"clip_fraction{side}": x.sum() / denominator for side, x in fractions.items()}
+        metrics = {**own, **metrics}
     return LossOutput(-mean(surrogate, weights, mask, denominator), metrics, maxima)

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .aggregation import mean
+from .aggregation import held, mean
 from .ratio import bounded, check, difference, masked
 from .types import LossOutput
 
@@ -46,7 +46,8 @@ def kl_estimate(
         return log_ratio
     if estimator == "k2":
         return 0.5 * log_ratio.square()
-    return bounded(-log_ratio).exp() - 1 + log_ratio
+    apart = bounded(-log_ratio)
+    return apart.exp() - 1 - apart
 
 
 def kl_loss(
@@ -68,13 +69,15 @@ def kl_loss(
     KL(reference || policy). For samples of another policy give the importance ratio as
     ``weights`` [T], without gradient.
     """
-    value = kl_estimate(logprobs, reference_logprobs, mask, estimator=estimator)
+    kept = held(mask, weights)
+    value = kl_estimate(logprobs, reference_logprobs, kept, estimator=estimator)
     if gradient == "right":
-        slope = kl_estimate(logprobs, reference_logprobs, mask, estimator="k2")
+        slope = kl_estimate(logprobs, reference_logprobs, kept, estimator="k2")
         value = value.detach() + (slope - slope.detach())
+    all_of_it = kl_estimate(logprobs.detach(), reference_logprobs, mask, estimator=estimator)
     return LossOutput(
         loss=mean(value, weights, mask, denominator),
-        metrics={"reference_kl": value.detach().sum() / denominator},
+        metrics={"reference_kl": all_of_it.sum() / denominator},
     )
 
 
@@ -113,10 +116,7 @@ def sampled_weights(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -
     return bounded(log_ratio).exp().clamp(max=MAX_WEIGHT)
 
 
-def entropy_bonus(
-    entropy: Tensor, mask: Tensor, *, denominator: int, weights: Tensor | None = None
-) -> LossOutput:
+def entropy_bonus(entropy: Tensor, mask: Tensor, *, denominator: int) -> LossOutput:
     """Minus the mean entropy, to be multiplied by its coefficient: arXiv:1707.06347 equation 9."""
     check(entropy, mask)
-    value = masked(entropy, mask)
-    return LossOutput(loss=-mean(value, weights, mask, denominator), metrics={})
+    return LossOutput(loss=-masked(entropy, mask).sum() / denominator, metrics={})

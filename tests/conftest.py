@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton's own functions are for the interpreter or not from their import on, and other
+    # libraries import them before the tests of kernels do.
+    os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("triton.language")
+    del os.environ["TRITON_INTERPRET"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,13 +1,34 @@
-"""Kimi Delta Attention: gate, chunked form for training and prefill, recurrent form for decode."""
+"""Kimi Delta Attention: gate, chunked form for training and prefill, recurrent form, and the decode
+step of a whole layer."""
 
 from __future__ import annotations
 
 import torch
 
+from ..conv import short_conv
+from ..norm import gated_norm
+from ..precision import as_given
 from .chunk import chunk_kda_torch
-from .naive import check_inputs, check_state, kda_gate, naive_kda, prepare, sequence_bounds
+from .naive import (
+    check_inputs,
+    check_state,
+    check_step,
+    kda_gate,
+    naive_kda,
+    prepare,
+    sequence_bounds,
+)
+from .replay import ReplayState, replay_kda
 
-__all__ = ["chunk_kda", "kda_gate", "naive_kda", "recurrent_kda"]
+__all__ = [
+    "ReplayState",
+    "chunk_kda",
+    "decode_kda",
+    "kda_gate",
+    "naive_kda",
+    "recurrent_kda",
+    "replay_kda",
+]
 
 
 def chunk_kda(
@@ -119,7 +140,7 @@ def recurrent_kda(
     lower_bound: float | None = -5.0,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`chunk_kda` step by step, all sequences of a batch at once: the decode form.
+    """`chunk_kda` step by step, all sequences of a batch at once.
 
     The state that is given is never written.
 
@@ -191,3 +212,66 @@ def recurrent_kda(
     final = state.view(initial_state.shape)
     out = torch.stack(outputs, 1).to(v.dtype) if outputs else v
     return out, final if output_final_state else None
+
+
+def decode_kda(
+    qkv: torch.Tensor,
+    kernel: torch.Tensor,
+    tail: torch.Tensor,
+    z: torch.Tensor,
+    beta: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    initial_state: torch.Tensor,
+    lower_bound: float | None = -5.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One token of N sequences through `short_conv`, `recurrent_kda` and `gated_norm`.
+
+    ``qkv [N, C]`` with ``C = H (2 K + V)``, the heads of q, of k and of v side by side; ``kernel
+    [C, W]`` and ``tail [N, W - 1, C]`` of the convolution; the logits ``z [N, H * K]`` of the
+    decay, ``beta [N, H]`` and ``gate [N, H * V]``; ``weight [V]`` and ``eps`` of the norm;
+    ``A_log [H]``, ``dt_bias [H * K]``; ``initial_state [N, H, K, V]``. Returns ``[N, H * V]`` in
+    qkv's dtype, the new state, fp32 or wider, and the new tail in qkv's dtype. What is given is
+    never written. Autocast rounds nothing. ValueError names an argument that does not fit.
+
+    On a GPU this is one Triton kernel, in fp32 arithmetic, if the state is given in fp32, nothing
+    is fp64, ``lower_bound`` is a number and head sizes are 16, 32, 64 or 128. It rounds where the
+    three functions round, and nowhere else: q, k and v after SiLU, and the head's output before
+    its norm, to qkv's dtype; so it differs from their kernels by the order of fp32 sums. That
+    kernel is for inference: a call that autograd follows, like everything else, runs the three
+    functions.
+    """
+    check_step(qkv, kernel, tail, z, beta, gate, weight, A_log, dt_bias, initial_state, lower_bound)
+    count, heads, width, values = initial_state.shape
+    if qkv.is_cuda and lower_bound:
+        from .decode import decode_step, takes_decode
+
+        rows, parameters = (qkv, z, beta, gate, tail), (kernel, weight, A_log, dt_bias)
+        if takes_decode((*rows, *parameters), initial_state):
+            return decode_step(rows, parameters, initial_state, bound=lower_bound, eps=eps)
+    with as_given(qkv):
+        mixed, new_tail = short_conv(qkv, kernel, tuple(range(count + 1)), tail)
+        inner = heads * width
+        q, k, v = mixed[:, None].split((inner, inner, heads * values), -1)
+        out, final = recurrent_kda(
+            q.unflatten(2, (heads, width)),
+            k.unflatten(2, (heads, width)),
+            v.unflatten(2, (heads, values)),
+            z.view(count, 1, heads, width),
+            beta[:, None],
+            A_log=A_log,
+            dt_bias=dt_bias,
+            initial_state=initial_state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            lower_bound=lower_bound,
+        )
+        assert final is not None
+        normed = gated_norm(out[:, 0], gate.view(count, heads, values), weight, eps)
+    return normed.flatten(1), final, new_tail

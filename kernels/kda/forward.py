@@ -54,7 +54,8 @@ def forward(
 ) -> Results:
     """Both passes; ``inputs`` are ``q, k, v, g, beta``, ``parameters`` A_log and dt_bias."""
     q, _, v, _, _ = inputs
-    prepared = workspace(q, options)
+    placed = tables(options.bounds, options.size, v.device)
+    prepared = workspace(q, len(placed.chunks), options.size)
     heads, count, size, width = prepared.kt.shape
     tokens, _, values = v.shape
     work = prepared.kt
@@ -62,7 +63,7 @@ def forward(
     written = work.new_empty(heads, count, size, values) if save else None
     states = work.new_empty(heads, count, values, width) if save else None
     kept = (out, written, states)
-    sequences = tables(options.bounds, size, v.device).sequences
+    sequences = placed.sequences
 
     def edges(rows: int, columns: int = values) -> Tensor:
         return work.new_empty(rows, heads, width, columns, dtype=torch.float32)
@@ -70,7 +71,7 @@ def forward(
     cut = segments(options.bounds, heads, size, v.device)
     maps = None
     if cut is not None:
-        prepare_chunks(inputs, parameters, options, prepared, range(count))
+        prepare_chunks(inputs, parameters, options, prepared, placed.chunks, range(count))
         rows = len(cut.sequences)
         maps, driven = edges(rows, width), edges(rows).zero_()
         identity = torch.eye(width, device=v.device).expand_as(maps).contiguous()
@@ -81,9 +82,9 @@ def forward(
         last = ends[[line[-1] for line in cut.lines]] if final else None
     elif is_hopper(v.device) and len(sequences) == 1 and tokens >= 2 * PIECE_TOKENS:
         last = edges(1) if final else None
-        overlapped(inputs, parameters, options, prepared, kept, initial, last)
+        overlapped(inputs, parameters, options, prepared, placed.chunks, kept, initial, last)
     else:
-        prepare_chunks(inputs, parameters, options, prepared, range(count))
+        prepare_chunks(inputs, parameters, options, prepared, placed.chunks, range(count))
         last = edges(len(sequences)) if final else None
         scan(prepared, v, kept, sequences, initial, last)
     return Results(prepared, out, last, written, states, maps if save else None)
@@ -94,6 +95,7 @@ def overlapped(
     parameters: tuple[Tensor | None, Tensor | None],
     options: Options,
     prepared: Prepared,
+    table: Tensor,
     kept: tuple[Tensor, Tensor | None, Tensor | None],
     initial: Tensor | None,
     last: Tensor | None,
@@ -107,7 +109,7 @@ def overlapped(
     carried = v.new_empty(parts - 1, 1, heads, width, v.shape[2], dtype=torch.float32)
     edges = [initial, *carried, last]
     for part, cut in enumerate(cuts):
-        prepare_chunks(inputs, parameters, options, prepared, cut.chunks)
+        prepare_chunks(inputs, parameters, options, prepared, table, cut.chunks)
         behind.wait_stream(ahead)
         with torch.cuda.stream(behind):
             scan(prepared, v, kept, cut.sequences, edges[part], edges[part + 1])
@@ -120,11 +122,9 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def workspace(q: Tensor, options: Options) -> Prepared:
-    """Room for what the first pass writes."""
+def workspace(q: Tensor, count: int, size: int) -> Prepared:
+    """Room for what the first pass writes about ``count`` chunks of ``size`` tokens."""
     _, heads, width = q.shape
-    size = options.size
-    count = len(tables(options.bounds, size, q.device).chunks)
     work = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
     return Prepared._make(
         (
@@ -141,12 +141,12 @@ def prepare_chunks(
     parameters: tuple[Tensor | None, Tensor | None],
     options: Options,
     out: Prepared,
+    table: Tensor,
     chunks: range,
 ) -> None:
-    """First pass over some chunks, into ``out``."""
+    """First pass over some chunks of ``table`` [count, 2] (as in `tables.Tables`), into ``out``."""
     q, k, _, g, beta = inputs
     heads, count, size, width = out.kt.shape
-    table = tables(options.bounds, size, q.device).chunks
     rows = (out.decay, out.beta, out.q_norm, out.k_norm)
     numbers = (options.scale, options.bound, chunks.start, count)
     constants = {
@@ -203,10 +203,12 @@ def scan(
     last: Tensor | None,
     *,
     driven: bool = True,
+    whole: bool = False,
 ) -> None:
     """Second pass over ``sequences`` [N, 4], into ``kept`` (outputs; where they are wanted, U and
     the states entering chunks) and ``last`` (final states). Without ``driven`` all values are
-    0, and the state has as many of them as ``last``."""
+    0, and the state has as many of them as ``last``. With ``whole`` only sequences that end with a
+    whole chunk have a final state, and ``last`` may be ``initial``."""
     out, written, states = kept or (None, None, None)
     heads, count, size, width = prepared.kt.shape
     values = v.shape[2] if driven or last is None else last.shape[3]
@@ -222,6 +224,7 @@ def scan(
         "SAVE": states is not None,
         "DRIVEN": driven,
         "OUT": out is not None,
+        "WHOLE": whole,
     }
     if width == values == 128 and size == 32 and is_hopper(v.device) and v.dtype == torch.bfloat16:
         launch(scan_hopper_kernel)[(grid[0] * grid[1],)](

@@ -85,6 +85,14 @@ def rows_aligned(x: torch.Tensor) -> torch.Tensor:
     return x if aligned else x.contiguous()
 
 
+def check_heads(width: int, values: int) -> None:
+    """ValueError names a head size that is not of `HEAD_SIZES`."""
+    for name, size in (("q", width), ("v", values)):
+        if size not in HEAD_SIZES:
+            allowed = ", ".join(map(str, HEAD_SIZES))
+            raise ValueError(f"{name} has head size {size}; on GPU it must be one of {allowed}")
+
+
 def chunk_kda_fused(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -102,12 +110,7 @@ def chunk_kda_fused(
     ValueError names a head size that is not of `HEAD_SIZES`. A decay that is given and lies outside
     [bound, 0] becomes NaN.
     """
-    for name, x in (("q", q), ("v", v)):
-        if x.shape[2] not in HEAD_SIZES:
-            allowed = ", ".join(map(str, HEAD_SIZES))
-            raise ValueError(
-                f"{name} has head size {x.shape[2]}; on GPU it must be one of {allowed}"
-            )
+    check_heads(q.shape[2], v.shape[2])
     if initial_state is not None:
         initial_state = initial_state.to(torch.float32).contiguous()
     a_log, dt_bias = (None if x is None else x.contiguous() for x in (a_log, dt_bias))

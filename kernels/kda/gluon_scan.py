@@ -116,6 +116,7 @@ def run_chunks(
     SAVE: gl.constexpr,
     DRIVEN: gl.constexpr,
     OUT: gl.constexpr,
+    WHOLE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """The chain over one sequence's chunks for ``BV`` value columns."""
@@ -137,7 +138,8 @@ def run_chunks(
     value = gl.arange(0, BV, layout=gl.SliceLayout(1, wide))
     place = edge + channel[None, :].to(gl.int64) * V + value[:, None]
     if INITIAL:
-        state = gl.load(initial + place).to(gl.float32)
+        used = length > 0 if WHOLE else None
+        state = gl.load(initial + place, mask=used).to(gl.float32)
     else:
         state = gl.zeros([BV, K], gl.float32, wide)
     out_row = gl.arange(0, C, layout=gl.SliceLayout(1, rows))
@@ -201,7 +203,8 @@ def run_chunks(
         state = warpgroup_mma_wait(0, deps=[state])
         mbarrier.arrive(free.index(stage), count=1)
     if FINAL:
-        gl.store(final + place, state)
+        ended = (length > 0) & (length % C == 0) if WHOLE else None
+        gl.store(final + place, state, mask=ended)
     if SAVE:
         tma.store_wait(0)
 
@@ -234,6 +237,7 @@ def scan_hopper_kernel(
     SAVE: gl.constexpr,
     DRIVEN: gl.constexpr,
     OUT: gl.constexpr,
+    WHOLE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """As `triton_scan.scan_kernel`, grid (N H V / BV)."""
@@ -283,6 +287,7 @@ def scan_hopper_kernel(
                     SAVE,
                     DRIVEN,
                     OUT,
+                    WHOLE,
                     STAGES,
                 ),
             ),

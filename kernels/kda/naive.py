@@ -82,8 +82,7 @@ def check_inputs(
     """ValueError names the argument that does not fit: ``q, k, g [B, T, H, K]``,
     ``v [B, T, H, V]``, ``beta [B, T, H]``, ``A_log [H]`` and ``dt_bias [H * K]`` with the gate,
     ``lower_bound`` in (-5.9, 0) or None."""
-    if lower_bound is not None and not LOWEST_BOUND < lower_bound < 0:
-        raise ValueError(f"lower_bound must lie in ({LOWEST_BOUND}, 0), got {lower_bound}")
+    check_bound(lower_bound)
     for name, x in (("k", k), ("g", g)):
         if x.shape != q.shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {tuple(q.shape)}")
@@ -99,6 +98,11 @@ def check_inputs(
                 raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {(count,)}")
 
 
+def check_bound(lower_bound: float | None) -> None:
+    if lower_bound is not None and not LOWEST_BOUND < lower_bound < 0:
+        raise ValueError(f"lower_bound must lie in ({LOWEST_BOUND}, 0), got {lower_bound}")
+
+
 def check_state(
     state: torch.Tensor | None, sequences: int, q: torch.Tensor, v: torch.Tensor
 ) -> None:
@@ -106,6 +110,44 @@ def check_state(
     shape = (sequences, q.shape[2], q.shape[3], v.shape[3])
     if state is not None and tuple(state.shape) != shape:
         raise ValueError(f"initial_state has shape {tuple(state.shape)}, expected {shape}")
+
+
+def check_step(
+    qkv: torch.Tensor,
+    kernel: torch.Tensor,
+    tail: torch.Tensor,
+    z: torch.Tensor,
+    beta: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    lower_bound: float | None,
+) -> None:
+    """ValueError names the argument of `farhorizon.kernels.kda.decode_kda` that does not fit
+    ``state [N, H, K, V]`` and the width of ``kernel``, or a ``lower_bound`` out of range."""
+    check_bound(lower_bound)
+    if state.dim() != 4 or not len(state) or kernel.dim() != 2:
+        raise ValueError(
+            "initial_state must be [N, H, K, V] with N above 0 and kernel [C, W], got "
+            f"{list(state.shape)} and {list(kernel.shape)}"
+        )
+    count, heads, width, values = state.shape
+    channels, taps = heads * (2 * width + values), kernel.shape[1]
+    for name, x, shape in (
+        ("qkv", qkv, (count, channels)),
+        ("kernel", kernel, (channels, taps)),
+        ("tail", tail, (count, taps - 1, channels)),
+        ("z", z, (count, heads * width)),
+        ("beta", beta, (count, heads)),
+        ("gate", gate, (count, heads * values)),
+        ("weight", weight, (values,)),
+        ("A_log", a_log, (heads,)),
+        ("dt_bias", dt_bias, (heads * width,)),
+    ):
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {shape}")
 
 
 def sequence_bounds(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[int]:

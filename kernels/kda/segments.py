@@ -15,8 +15,12 @@ from itertools import pairwise
 
 import torch
 
+from ..device import launch
+from .triton_chain import chain_kernel, restart_kernel
+
 SPLIT_TOKENS = 32768  # counted from the sequence's own start
 MOST_HEADS = 16
+CHAIN_BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,52 @@ class Segments:
 
 
 def chained(step: torch.Tensor, state: torch.Tensor, driven: torch.Tensor) -> torch.Tensor:
-    """step state + driven, in fp64 so that no setting for fp32 products matters."""
-    return torch.baddbmm(driven.double(), step.double(), state.double()).to(state.dtype)
+    """step state + driven ``[H, K, V]``, in fp64; ``step [H, K, K]`` may be transposed."""
+    out = torch.empty_like(state)
+    launch_chain(step, state, driven, out, None)
+    return out
+
+
+def chain_where(
+    wanted: torch.Tensor,
+    state: torch.Tensor,
+    entering: torch.Tensor,
+    maps: torch.Tensor,
+    driven: torch.Tensor,
+) -> None:
+    """Start the next stretch of the sequences that are ``wanted`` [N], all in place.
+
+    ``entering, driven [N, H, K, V]`` and ``maps [N, H, K, K]`` of the stretch that ends give
+    ``state [N, H, K, V]``, and become those of an empty stretch that follows.
+    """
+    launch_chain(maps, entering, driven, state, wanted)
+    count, heads, width, values = state.shape
+    rows = min(width, CHAIN_BLOCK)
+    launch(restart_kernel)[(count * heads, width // rows)](
+        *(state, entering, maps, driven, wanted, heads), K=width, V=values, ROWS=rows
+    )
+
+
+def launch_chain(
+    step: torch.Tensor,
+    state: torch.Tensor,
+    driven: torch.Tensor,
+    out: torch.Tensor,
+    wanted: torch.Tensor | None,
+) -> None:
+    """`triton_chain.chain_kernel` over all leading dimensions, the last of which is heads."""
+    width, values = state.shape[-2:]
+    rows, columns = min(width, CHAIN_BLOCK), min(values, CHAIN_BLOCK)
+    lines = state.shape[:-2].numel()
+    launch(chain_kernel)[(lines, width // rows, values // columns)](
+        *(step, state, driven, out, wanted, state.shape[-3]),
+        *step.stride()[-2:],
+        K=width,
+        V=values,
+        ROWS=rows,
+        COLUMNS=columns,
+        SOME=wanted is not None,
+    )
 
 
 def segments(

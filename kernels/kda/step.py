@@ -8,9 +8,9 @@ from ..device import launch, on_device_of
 from .fused import HEAD_SIZES
 from .triton_step import step_kernel
 
-# A program is one warp, so that its sums stay in registers; its share of the state leaves room for
-# a dozen programs on an SM, whose loads and stores overlap.
-ELEMENTS, WARPS = 2048, 1
+# Of the shares of a state that one program may take the largest that leaves registers for four
+# programs on an SM: the loads of one overlap with the stores of others.
+ELEMENTS, WARPS = 8192, 4
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -6,10 +6,12 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +29,16 @@ class Tables:
 _captured: list[object] = []  # a CUDA graph reads its tables as long as it lives
 
 
-def tables(bounds: tuple[int, ...], size: int, device: torch.device) -> Tables:
-    """The tables for chunks of ``size`` tokens of sequences that start and end at ``bounds``."""
-    found = _tables(bounds, size, device)
+def kept_for_graphs(found: T, device: torch.device) -> T:
+    """``found`` itself, kept for good if a CUDA graph is being captured."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _captured.append(found)
     return found
+
+
+def tables(bounds: tuple[int, ...], size: int, device: torch.device) -> Tables:
+    """The tables for chunks of ``size`` tokens of sequences that start and end at ``bounds``."""
+    return kept_for_graphs(_tables(bounds, size, device), device)
 
 
 @lru_cache(maxsize=4)
@@ -60,10 +66,7 @@ class Piece:
 
 def pieces(bounds: tuple[int, ...], size: int, parts: int, device: torch.device) -> list[Piece]:
     """The only sequence between ``bounds`` in ``parts`` pieces of about the same length."""
-    found = _pieces(bounds, size, parts, device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured.append(found)
-    return found
+    return kept_for_graphs(_pieces(bounds, size, parts, device), device)
 
 
 @lru_cache(maxsize=4)
@@ -80,6 +83,12 @@ def _pieces(bounds: tuple[int, ...], size: int, parts: int, device: torch.device
     return found
 
 
+def chunk_size(bound: float) -> int:
+    """Tokens a chunk: the most whose whole decay spans less than 2^234 at the bound, which leaves
+    bf16 its full precision for the factors at either end."""
+    return 32 if bound >= -5.05 else 16
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What does not change within one call."""
@@ -93,9 +102,8 @@ class Options:
 
     @property
     def size(self) -> int:
-        """Tokens a chunk: the most whose whole decay spans less than 2^234 at the bound, which
-        leaves bf16 its full precision for the factors at either end."""
-        return 32 if self.bound >= -5.05 else 16
+        """Tokens a chunk."""
+        return chunk_size(self.bound)
 
     @property
     def anchor(self) -> int:

@@ -42,11 +42,14 @@ def scan_kernel(
     SAVE: tl.constexpr,
     DRIVEN: tl.constexpr,
     OUT: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """``BV`` value columns of one head of one sequence; grid (N * H, V // BV).
 
     ``SAVE`` also writes U and the state entering each chunk, for the backward pass. Without
-    ``DRIVEN`` the values are zero, without ``OUT`` only final states are written.
+    ``DRIVEN`` the values are zero, without ``OUT`` only final states are written. With ``WHOLE``
+    no state is read of a sequence without tokens, and no final one written of a sequence that ends
+    inside a chunk, so that ``final`` may be ``initial``.
     """
     head = tl.program_id(0) % heads
     sequence = tl.program_id(0) // heads
@@ -59,7 +62,11 @@ def scan_kernel(
     channel = tl.arange(0, K)
     space = head.to(tl.int64) * chunks + first
     edge = ((number * heads + head) * K + channel[None, :]) * V + column[:, None]
-    state = tl.load(initial + edge).to(tl.float32) if INITIAL else tl.zeros([BV, K], tl.float32)
+    if INITIAL:
+        used = length > 0 if WHOLE else None
+        state = tl.load(initial + edge, mask=used).to(tl.float32)
+    else:
+        state = tl.zeros([BV, K], tl.float32)
     if DRIVEN:
         v += start * v_t + head.to(tl.int64) * v_h
     if OUT:
@@ -95,7 +102,8 @@ def scan_kernel(
             tl.store(h_out + place, operand)
         state = tl.dot(u, kh, acc=state * shrink[None, :], input_precision="ieee")
     if FINAL:
-        tl.store(final + edge, state)
+        ended = (length > 0) & (length % C == 0) if WHOLE else None
+        tl.store(final + edge, state, mask=ended)
 
 
 @triton.jit

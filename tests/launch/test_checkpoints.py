@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 
 from farhorizon.configs.errors import RunFailed
 from farhorizon.launch.checkpoints import RunState, newest, save, scan
+from farhorizon.policy.checkpoint import load_checkpoint, save_checkpoint
 
 
 def state(step: int) -> RunState:
@@ -43,9 +46,10 @@ def test_failed_write_leaves_the_old_one_with_keep_1(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"half")
-        raise OSError("disk full")
+        raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="disk full"):
+    name = re.escape(str(tmp_path / "checkpoints" / "step-000002"))
+    with pytest.raises(RunFailed, match=f"^{name}: cannot be written: .*No space left on device$"):
         save(tmp_path, state(2), fail, keep=1)
     complete, torn = scan(tmp_path)
     assert [found.state.step for found in complete] == [1]
@@ -124,3 +128,27 @@ def test_killed_at_any_moment_a_complete_one_remains(tmp_path: Path) -> None:
         assert len(list(found.folder.glob("part-*"))) == 20
         last = found.state.step
     assert last > 0
+
+
+def test_a_full_disk_has_its_space_back(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """The real writer, which has a temporary folder of its own, at each size that is too small."""
+    loaded = load_checkpoint(tiny_checkpoint)
+    config = loaded.policy.config
+
+    def write(folder: Path) -> None:
+        save_checkpoint(folder, loaded.policy, config, loaded.tokenizer, loaded.stage)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for most in (100, 1000, 20_000, 100_000):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+            with pytest.raises(RunFailed, match="cannot be written"):
+                save(tmp_path, state(1), write, keep=1)
+            assert list((tmp_path / "checkpoints").iterdir()) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert newest(tmp_path) is None
+    save(tmp_path, state(1), write, keep=1)
+    assert newest(tmp_path) is not None

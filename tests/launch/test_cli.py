@@ -119,6 +119,25 @@ def test_a_process_that_ended_is_one_line(
     assert "The worker was killed" in text and text.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(28, "No space left on device"), "output: cannot be read or written: No space"),
+        (NotADirectoryError(20, "Not a directory", "/a/b"), "/a/b: cannot be read or written: Not"),
+    ],
+)
+def test_a_disk_that_fails_is_one_line(
+    error: OSError, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setitem(cli._COMMANDS, "doctor", fail)
+    assert cli.main(["doctor"]) == 1
+    found = capsys.readouterr().err
+    assert found.startswith(f"farhorizon: {line}") and found.count("\n") == 1
+
+
 def test_unknown_errors_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(arguments: object) -> int:
         raise ZeroDivisionError("a bug")

@@ -29,6 +29,8 @@ from farhorizon.rl.batch import samples_of_groups
 from farhorizon.rl.types import UpdateResult
 from farhorizon.rollout.types import Group, RolloutStats, Segment, Trajectory
 
+NOTHING = {"groups": 1.0, "groups_without_variance": 1.0, "groups_left_out": 1.0}
+
 
 class Pool:
     """Plays nothing; ``failing`` is the number of the batch that fails."""
@@ -74,8 +76,8 @@ class Learner:
             raise RunFailed("learner: 3 optimizer steps in a row had a gradient that is not finite")
         skipped = len(self.rates) in self.skips
         self.version += not skipped
-        metrics = {"skipped_steps": 1.0, "groups": 2.0, "groups_without_variance": 1.0}
-        return UpdateResult(metrics, self.version, skipped, "mix.weight")
+        metrics = {"groups": 2.0, "groups_without_variance": 1.0, "groups_left_out": 1.0}
+        return UpdateResult({"skipped_steps": 1.0, **metrics}, self.version, skipped, "mix.weight")
 
     def publish(self) -> None:
         self.published.append(self.version)
@@ -283,13 +285,27 @@ def test_rewards_are_equal_when_the_learner_says_so(
     assert job.recorder.rows[-1]["train/groups_without_variance"] == 1 - stale
 
 
+def test_a_critic_that_learns_from_equal_rewards_is_not_told_to_learn_nothing(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = start(Pool())
+    pair = tuple(
+        Trajectory("t", i, (), (1.0,), 1.0, True, StopReason.TERMINATED, 1) for i in (0, 1)
+    )
+    result = UpdateResult({**NOTHING, "groups_left_out": 0.0}, 1, skipped=False)
+    job.run.step = 1
+    train._record(job, played([Group("t", pair)]), result)
+    assert "nothing to learn" not in capsys.readouterr().out
+    assert job.recorder.rows[-1]["train/groups_without_variance"] == 1
+
+
 def test_a_failed_episode_is_told_with_its_place(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = start(Pool())
     error = "KeyError: 'no' (my_envs.py, line 5)\nTraceback"
     failed = Trajectory("t", 0, (), (), None, False, StopReason.ERROR, 0, error)
-    result = UpdateResult({"groups": 1.0, "groups_without_variance": 1.0}, 0, skipped=True)
+    result = UpdateResult(NOTHING, 0, skipped=True)
     train._record(job, played([Group("t", (failed,))], errors=1), result)
     line = "1 failed episodes, 0 stale groups; first error: KeyError: 'no' (my_envs.py, line 5)"
     assert f"step 0: {line}" in capsys.readouterr().out.splitlines()
@@ -298,7 +314,7 @@ def test_a_failed_episode_is_told_with_its_place(
 def test_a_step_whose_episodes_all_failed_has_no_reward(start: Start) -> None:
     job = start(Pool(), steps=1)
     failed = Trajectory("t", 0, (), (), None, False, StopReason.ERROR, 0, "gone")
-    result = UpdateResult({"groups": 1.0, "groups_without_variance": 1.0}, 0, skipped=True)
+    result = UpdateResult(NOTHING, 0, skipped=True)
     job.run.step = 1
     train._record(job, played([Group("t", (failed,))], errors=1), result)
     (row,) = job.recorder.rows
@@ -382,7 +398,7 @@ def test_a_context_that_cuts_most_episodes_is_told(
     job = start(Pool())
     job.run.step = 1
     cut = Trajectory("t", 0, (), (0.0,), 0.0, False, StopReason.CONTEXT_LIMIT, 1)
-    result = UpdateResult({"groups": 1.0, "groups_without_variance": 1.0}, 0, skipped=True)
+    result = UpdateResult(NOTHING, 0, skipped=True)
     train._record(job, played([Group("t", (cut, cut))]), result)
     line = "step 1: 2 of 2 episodes did not fit: raise context (now 64)"
     assert line in capsys.readouterr().out.splitlines()
@@ -463,12 +479,13 @@ def test_a_step_that_is_given_up_is_not_saved(
     ]
 
 
-def test_a_folder_that_cannot_be_written_ends_the_run_in_one_line(start: Start) -> None:
+def test_a_folder_that_cannot_be_written_ends_the_run_and_names_the_file(start: Start) -> None:
     job = start(Pool())
     (job.run.folder / "rollouts").rmdir()
     (job.run.folder / "rollouts").touch()
-    with pytest.raises(RunFailed, match=f"^{job.run.folder}: cannot be written"):
+    with pytest.raises(OSError) as caught:
         train._play(job)
+    assert str(caught.value.filename).startswith(str(job.run.folder / "rollouts"))
 
 
 def test_a_stop_that_cannot_save_leaves_a_way_on(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import dump_config, load_config, override_config
@@ -27,6 +28,7 @@ from farhorizon.launch.evaluate import evaluate
 from farhorizon.launch.prepare import find_checkpoint, prepare
 from farhorizon.launch.sft import run_sft
 from farhorizon.launch.stage import run_stages
+from farhorizon.rl.algorithms import ALGORITHMS, make_algorithm
 
 
 @pytest.fixture
@@ -80,7 +82,8 @@ def test_plugins_are_found_from_any_folder(
         ("context=65", "context=65 is longer than the 64 tokens"),
         ("context=6", r"context=6 is too small: the first prompt of echo-v0 has \d+ tokens"),
         ("resume=required", "resume=required: .* has no complete checkpoint"),
-        ("group_size=1", "group_size=1 must be at least 2"),
+        ("group_size=0", "group_size=0 must be at least 1"),
+        ("group_size=1", r"^group_size=1 must be at least 2 with algorithm\.name=grpo, which comp"),
         ("keep=0", "keep=0 must be at least 1"),
         ("rollout.keep_states=true", "keep_states=true would have no effect: needs max_staleness"),
         ("rollout.temperature=0", r"rollout\.temperature=0\.0 must be at least 0\.001"),
@@ -95,6 +98,22 @@ def test_bad_input_is_one_line(config: TrainConfig, override: str, message: str)
     with pytest.raises(UserError, match=message) as caught:
         prepare(override_config(config, [override]))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_group_of_one_is_allowed_where_siblings_are_not_compared(
+    config: TrainConfig, name: str
+) -> None:
+    config = override_config(config, ["group_size=1", f"algorithm.name={name}"])
+    if name in ("ppo", "reinforce_pp"):
+        assert prepare(config).config.group_size == 1
+    else:
+        with pytest.raises(UserError, match=f"^group_size=1 .*algorithm.name={name}, which"):
+            prepare(config)
+    advantages = make_algorithm(config.algorithm).advantages
+    if advantages is not None:
+        alone = advantages(torch.tensor([0.0, 1.0, 3.0]), torch.arange(3))
+        assert bool(alone.any()) == (name == "reinforce_pp")
 
 
 def test_context_may_be_longer_when_told(config: TrainConfig) -> None:
@@ -132,6 +151,8 @@ def test_resume_takes_the_newest_complete_checkpoint(config: TrainConfig) -> Non
 def test_changed_settings_are_told_and_another_task_is_refused(config: TrainConfig) -> None:
     config = prepare(config).config
     save_run(config, 1)
+    with pytest.raises(UserError, match=r"^algorithm\.name=ppo needs a critic, and .* has none; "):
+        prepare(override_config(config, ["algorithm.name=ppo"]))
     run = prepare(override_config(config, ["steps=50", "learner.lr=1e-3"]))
     assert run.notes == [
         "settings changed since the last run: steps: 20 -> 50",

@@ -129,7 +129,7 @@ def test_steps_that_changed_nothing_are_told_when_they_are_most(
         {
             "step": step,
             "train/update_skipped": int(step <= flat),
-            "train/groups_without_variance": 2.0,
+            "learn/groups_left_out": 2.0,
             "train/success": success,
             "learn/groups": 2.0 if step <= flat else 4.0,
         }
@@ -137,5 +137,9 @@ def test_steps_that_changed_nothing_are_told_when_they_are_most(
     ]
     told = "1 of 4 steps changed the policy (groups without reward variance); "
     assert unchanged_line([{"step": 0, "eval/success": 0.0}, *rows]) == (line and told + line)
-    stale = [{**row, "learn/groups": 0.0, "train/groups_without_variance": 0.0} for row in rows]
+    stale = [{**row, "learn/groups": 0.0, "learn/groups_left_out": 0.0} for row in rows]
     assert unchanged_line(stale) is None
+    critic = [
+        {**r, "learn/groups_left_out": 0.0, "learn/groups_without_variance": 2.0} for r in rows
+    ]
+    assert unchanged_line(critic) is None  # what was skipped had something to teach

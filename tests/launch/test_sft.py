@@ -279,6 +279,15 @@ def test_nothing_is_ever_replaced(parent: Path, tmp_path: Path) -> None:
         run_sft(settings(parent, Path("/proc")))
     with pytest.raises(UserError, match="its name is too long"):
         run_sft(settings(parent, tmp_path / ("x" * 245)))
+    loop, file = tmp_path / "loop", tmp_path / "file"
+    loop.symlink_to(loop)
+    with pytest.raises(UserError, match=f"^output {loop}: Too many levels"):
+        run_sft(settings(parent, loop))
+    file.touch()
+    with pytest.raises(UserError, match=f"^output {file}: {file} is not a directory"):
+        run_sft(settings(parent, file))
+    with pytest.raises(UserError, match=r"^output .*: embedded null byte"):
+        run_sft(settings(parent, tmp_path / "a\0b"))
     link = tmp_path / "link"
     link.symlink_to(output)
     with pytest.raises(UserError, match=f"^output {output}: holds a checkpoint"):

@@ -114,6 +114,8 @@ def test_rollout_and_learner_agree(finished: TrainConfig) -> None:
     """On the first pass over on-policy data the ratio is 1: nothing is clipped."""
     for row in rows(finished)[1:]:
         assert row["learn/clip_fraction"] == 0.0
+        assert row["learn/kl_from_0"] == pytest.approx(row["learn/kl"], abs=1e-9)
+        assert row["learn/advantage_std"] > 0 and row["learn/staleness_0"] == 1.0
         assert row["learn/log_ratio_abs"] < 1e-5
         assert row["learn/log_ratio_max"] < 1e-4
 
@@ -158,7 +160,7 @@ def test_ppo_resumes_with_its_critic(base: TrainConfig, tmp_path: Path) -> None:
     head = weights(whole)["v_head.summary.weight"]
     assert any(head)
     by_step = rows(whole)
-    assert all(row["learn/value_loss"] > 0 for row in by_step if row["step"] > 0)
+    assert all(row["learn/value_error"] > 0 for row in by_step if row["step"] > 0)
     assert all(row["train/version"] == row["step"] for row in by_step if row["step"] > 0)
 
 
@@ -281,15 +283,16 @@ def test_steps_without_reward_variance_are_skipped_and_counted(
 ) -> None:
     env = EnvConfig(id="echo-v0", kwargs={"turns": 6})  # out of reach: every reward is 0
     config = replace(
-        finished, output=str(tmp_path / "flat"), env=env, context=64, steps=1, eval_episodes=0
+        finished, output=str(tmp_path / "flat"), env=env, context=64, steps=1, eval_episodes=4
     )
     assert train(config) == 0
-    (row,) = rows(config)
+    row = rows(config)[1]
     assert row["train/groups_without_variance"] == row["train/groups"] == 4
     assert (row["train/update_skipped"], row["train/version"]) == (1, 0)
     text = capsys.readouterr().out
     assert "step 1: no group had reward variance" in text
     assert "0 of 1 steps changed the policy (groups without reward variance); warm up" in text
+    assert "flat        4 of 4 groups had equal rewards, most of them failed: warm up" in text
 
 
 FAULTY = """

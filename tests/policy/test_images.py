@@ -235,5 +235,5 @@ def test_who_cannot_show_images_says_so() -> None:
 
 def test_bare_arrays_are_no_images() -> None:
     array = np.zeros((4, 4, 3), np.uint8)
-    with pytest.raises(TypeError, match="made by shown or Image, not bare arrays"):
+    with pytest.raises(TypeError, match="a tuple of what shown or Image make"):
         Message("user", IMAGE_PLACEHOLDER, images=(array,))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from functools import partial
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from farhorizon.policy import DecodeState, Policy, PolicyConfig, attention
 from farhorizon.policy.attention import GatedMLA
 from farhorizon.policy.packing import Packing
-from farhorizon.policy.state import LatentCache
+from farhorizon.policy.state import LatentCache, ReplayedKda
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +110,35 @@ def test_rows_that_are_lent_continue_among_those_that_wait(policy):
     step = tokens(1, 9)
     expected = policy(step, state=waiting).logits
     near(policy(step, state=state.select(torch.tensor([2]))).logits, expected)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+@torch.no_grad()
+def test_a_matched_state_decodes_as_training_computes(policy, dtype, limit):
+    """Pieces and steps over ends of chunks, with rows that fork, wait, are lent and joined."""
+    narrow = copy.deepcopy(policy).to(dtype)
+
+    def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+        assert float((found - wanted).norm() / wanted.norm()) < limit
+
+    ids = torch.cat([tokens(40, seed) for seed in range(3)])
+    ids[1, :18] = ids[0, :18]
+    whole = narrow(ids).logits
+    empty = partial(DecodeState.empty, policy.config, dtype=dtype, matched=True)
+    state = empty(1)
+    assert {type(layer) for layer in state.layers} == {ReplayedKda, LatentCache}
+    near(narrow(ids[:1, :18], state=state).logits, whole[:1, :18])
+    state = DecodeState.cat([state.select(torch.tensor([0, 0])), empty(1)])
+    part, last = state.lend(torch.tensor([2])), torch.tensor([2])
+    near(narrow(ids[2:, :18], state=part).logits[0], whole[2, :18])
+    state.take_back(last, part)
+    for t in range(18, 39):
+        near(narrow(ids[:, t : t + 1], state=state).logits[:, 0], whole[:, t])
+    state.put(torch.tensor([0]), state.select(last))
+    near(narrow(ids[[2, 1, 2], 39:], state=state).logits[:, 0], whole[[2, 1, 2], 39])
+    state = empty(2)
+    row, bounds = torch.cat([ids[0, :9], ids[1]])[None], torch.tensor([0, 9, 49])
+    near(narrow(row, bounds, state).logits[0], torch.cat([whole[0, :9], whole[1]]))
 
 
 def test_state_memory_follows_the_tokens_stored(policy):

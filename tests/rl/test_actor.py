@@ -151,7 +151,8 @@ def test_a_batch_without_variance_is_skipped_and_says_so(learner: LearnerGroup) 
     version = learner.version
     result = learner.update([group("a", [1.0, 1.0]), group("b", [None, None])])
     assert result.skipped and result.version == learner.version == version
-    assert result.metrics["groups_without_variance"] == 2
+    assert result.metrics["groups_without_variance"] == 1
+    assert result.metrics["groups_left_out"] == 2
     assert result.metrics["episodes_without_reward"] == 2
 
 

@@ -12,7 +12,6 @@ from farhorizon.rl.advantages import (
     distillation,
     gae,
     group_relative,
-    whiten,
 )
 
 
@@ -166,18 +165,6 @@ def test_a_reward_that_is_not_finite_leaves_the_batch(bad: float) -> None:
     got = batch_normalised(rewards, groups).tolist()
     assert got == pytest.approx([0.70711, 0.0, -1.41421, 0.70711], abs=1e-5) and got[1] == 0.0
     assert batch_normalised(torch.full((3,), bad), groups[:3]).tolist() == [0.0] * 3
-
-
-@pytest.mark.parametrize("padding", [2, 100])
-def test_padding_takes_no_part_in_whitening(padding: int) -> None:
-    """C03."""
-    mask = torch.tensor([True, True] + [False] * padding)
-    for filler in (0.0, math.nan):
-        values = torch.tensor([1.0, 3.0] + [filler] * padding)
-        assert whiten(values, mask).tolist() == [-1.0, 1.0] + [0.0] * padding
-    one = torch.tensor([True] + [False] * padding)
-    assert whiten(torch.ones(padding + 1), one).tolist() == [0.0] * (padding + 1)
-    assert whiten(torch.ones(3), torch.zeros(3, dtype=torch.bool)).tolist() == [0.0] * 3
 
 
 def test_a_teachers_advantage_is_bounded() -> None:

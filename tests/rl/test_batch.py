@@ -11,9 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from farhorizon.configs.load import override_config
+from farhorizon.configs.schema import AlgorithmConfig
 from farhorizon.envs.types import StopReason
 from farhorizon.rl.advantages import group_relative
+from farhorizon.rl.algorithms import Algorithm, make_algorithm
 from farhorizon.rl.batch import deal, samples_of_groups, samples_of_text, shares
 from farhorizon.rl.shaping import Shaping
 from farhorizon.rl.types import MicroBatch, Sample
@@ -70,7 +74,11 @@ def test_masks_and_logprobs_stand_on_the_sampled_tokens() -> None:
     assert first.advantages.tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1]
     assert first.behavior_logprobs.tolist() == [0, 0, -0.5, -0.5, 0, 0, 0, -0.25, -0.25]
     assert second.advantages.tolist() == [0, 0, -1, -1]
-    assert stats.trained_tokens == 6 and stats.oldest_version == 0
+    assert stats.trained_tokens == 6 and stats.tokens_of_version == {0: 4, 3: 2}
+    assert stats.staleness(4) == {
+        **{"staleness_1": pytest.approx(1 / 3), "staleness_4": pytest.approx(2 / 3)},
+        "staleness_max": 4,
+    }
     (share,) = shares([first], 1, 100)
     assert share.denominator == 4
 
@@ -88,13 +96,65 @@ def test_groups_without_variance_are_left_out_and_counted() -> None:
     kept, stats = samples_of_groups(groups, group_relative)
     assert [[s.id for s in members] for members in kept] == [[4, 5, 6]]
     assert (stats.groups, stats.groups_without_variance, stats.trajectories) == (3, 2, 11)
+    assert stats.metrics()["groups_left_out"] == 2
     alone = [group("a", [None, 1.0, None, None]), group("b", [0.0, 1.0])]  # C13
     kept, stats = samples_of_groups(alone, group_relative)
     assert [[s.id for s in members] for members in kept] == [[4, 5]]
     assert (stats.groups, stats.groups_without_variance, stats.without_reward) == (2, 1, 3)
     kept, stats = samples_of_groups([group("a", [None, math.nan])], group_relative)
     assert kept == [] and stats.without_reward == 2 and math.isnan(stats.reward_mean)
+    assert (stats.groups_without_variance, stats.groups_left_out) == (0, 1)
     assert samples_of_groups([], group_relative)[0] == []
+
+
+FLAT = [group(task, [1.0] * 4) for task in "abc"]
+LIVE = group("d", [0.0, 0.0, 1.0, 0.0])
+
+
+def gradient(algorithm: Algorithm, groups: Sequence[Group]) -> torch.Tensor:
+    """On the trained tokens of the group d, of policies that have moved since sampling."""
+    kept, _ = samples_of_groups(groups, algorithm.advantages, algorithm.flat)
+    (share,) = shares(list(chain(*kept)), 1, 1000)
+    (batch,) = share.micro_batches
+    mask, ids = torch.from_numpy(batch.loss_mask), torch.from_numpy(batch.sequence_ids)
+    behavior = torch.from_numpy(batch.behavior_logprobs)
+    logprobs = (behavior + 0.01).requires_grad_()
+    loss = algorithm.loss(
+        logprobs,
+        behavior,
+        torch.from_numpy(batch.advantages),
+        mask,
+        sequence_ids=ids,
+        denominator=share.denominator,
+        sequences=share.sequences,
+    ).loss
+    (slopes,) = torch.autograd.grad(loss, logprobs)
+    return slopes[mask & (ids >= 4 * (len(groups) - 1))]
+
+
+@pytest.mark.parametrize("texts", [["name=dr_grpo"], ["name=gspo"], ["aggregation=sequence"]])
+def test_groups_without_variance_are_divided_by_where_sequences_are_counted(
+    texts: list[str],
+) -> None:
+    algorithm = make_algorithm(override_config(AlgorithmConfig(), texts))
+    alone, among = gradient(algorithm, [LIVE]), gradient(algorithm, [*FLAT, LIVE])
+    assert alone.any() and torch.allclose(among, alone / 4, rtol=1e-6)
+    kept, stats = samples_of_groups(FLAT, algorithm.advantages, algorithm.flat)
+    assert kept == [] and stats.groups_left_out == 3  # nothing to divide
+
+
+@pytest.mark.parametrize("texts", [["entropy=0.1"], ["name=k15"], ["name=k25"]])
+def test_groups_without_variance_stay_where_more_than_advantages_acts(texts: list[str]) -> None:
+    algorithm = make_algorithm(override_config(AlgorithmConfig(), texts))
+    kept, stats = samples_of_groups(
+        [*FLAT, group("e", [None])], algorithm.advantages, algorithm.flat
+    )
+    assert len(kept) == stats.groups_without_variance == 3 and stats.groups_left_out == 1
+
+
+def test_the_default_leaves_groups_without_variance_out() -> None:
+    algorithm = make_algorithm(AlgorithmConfig())
+    assert torch.equal(gradient(algorithm, [LIVE]), gradient(algorithm, [*FLAT, LIVE]))
 
 
 def test_order_and_pieces_of_arrival_do_not_matter() -> None:

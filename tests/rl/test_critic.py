@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from farhorizon.configs.bounds import check_bounds
+from farhorizon.configs.load import override_config
+from farhorizon.configs.schema import AlgorithmConfig
+from farhorizon.rl.algorithms import make_algorithm
 from farhorizon.rl.batch import samples_of_groups, shares
 from farhorizon.rl.critic import Critic, Judged, judge, whiten_over_ranks, with_values
 from farhorizon.rl.types import LossOutput, MicroBatch
@@ -117,7 +121,21 @@ def test_the_critics_loss_is_added() -> None:
     )
     assert out.loss.item() == pytest.approx(10 + 0.1 * 1.5**2 / 2 / 4)
     assert torch.autograd.grad(out.loss, values)[0].tolist() == pytest.approx([-0.0375, 0.0])
-    assert {"kl", "value_loss", "value_clip_fraction"} == set(out.metrics)
+    assert {"kl", "value_error", "value_clip_fraction"} == set(out.metrics)
+
+
+def test_a_value_clip_of_zero_leaves_the_plain_square() -> None:
+    config = override_config(AlgorithmConfig(name="ppo"), ["value_clip=0"])
+    check_bounds(config)
+    values = torch.tensor([3.0], requires_grad=True)  # moved by 2 towards a return of 4
+    before = Judged(*(torch.tensor([x], dtype=torch.float64) for x in (1.0, 3.0, 4.0)))
+    for made, loss in ((config, 0.5), (AlgorithmConfig(name="ppo"), 0.5 * 2.8**2)):
+        critic = make_algorithm(made).critic
+        assert critic is not None
+        none = LossOutput(torch.zeros(()), {})
+        out = with_values(none, critic, values, before, torch.tensor([True]), 1)
+        assert out.loss.item() == pytest.approx(0.1 * loss)
+        assert float(out.metrics["value_error"]) == 0.5
 
 
 def episode(sibling: int, stop: StopReason, *rewards: float) -> Trajectory:
@@ -145,7 +163,7 @@ def test_rewards_stand_on_the_last_token_of_their_turn() -> None:
     )
     (samples,), stats = samples_of_groups([group], None)
     assert [s.id for s in samples] == [0, 1, 2]  # equal rewards too have something to teach
-    assert stats.groups_without_variance == 0 and stats.without_reward == 1
+    assert (stats.groups_without_variance, stats.groups_left_out, stats.without_reward) == (0, 0, 1)
     for sample, last in zip(samples, (1.0, 1.0, 0.0), strict=True):
         assert sample.rewards is not None
         assert sample.rewards.tolist() == [0, 0, 0, 0.5, 0, 0, 0, last]
@@ -156,7 +174,16 @@ def test_rewards_stand_on_the_last_token_of_their_turn() -> None:
     assert batch.rewards is not None and batch.terminated is not None
     assert batch.rewards.tolist() == [0, 0, 0, 0.5, 0, 0, 0, 1] * 2 + [0, 0, 0, 0.5, 0, 0, 0, 0]
     assert batch.terminated.tolist() == [True, False, False]
-    assert samples_of_groups([Group("t", (episode(0, StopReason.ERROR),))], None)[0] == []
+
+
+def test_groups_for_a_critic_are_counted_by_their_rewards() -> None:
+    """Equal ones have no variance and are learned from; failed ones have neither."""
+    equal = tuple(episode(i, StopReason.TERMINATED, 0.5, 1.0) for i in range(2))
+    failed = Group("u", (episode(0, StopReason.ERROR),))
+    kept, stats = samples_of_groups([Group("t", equal), failed], None)
+    assert [len(members) for members in kept] == [2]
+    assert (stats.groups, stats.groups_without_variance, stats.groups_left_out) == (2, 1, 1)
+    assert samples_of_groups([failed], None)[0] == []
 
 
 def test_rewards_beyond_the_sampled_turns_are_kept() -> None:

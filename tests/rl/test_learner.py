@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -82,6 +83,20 @@ def test_any_split_gives_the_same_loss_gradient_and_weights(
     assert distance(after, weights(played, 1, "fake-0-packed")) < 1e-5
 
 
+@pytest.mark.parametrize("name", [*(f"fake-{s}-single" for s in STAGES), "tiny-0", "tiny-3"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_norms_of_parts_make_the_norm_of_the_gradient(played: Path, ranks: int, name: str) -> None:
+    tiny = name.startswith("tiny")
+    names = ("kda", "mla", "router", "experts", "attn_res", "rest") if tiny else ("rest",)
+    first = results(played, 1, "tiny-0" if tiny else "fake-0-single")
+    for step, whole in zip(results(played, ranks, name), first, strict=True):
+        parts = {key: value for key, value in step.items() if key.startswith("grad_norm_")}
+        assert set(parts) == {f"grad_norm_{part}" for part in names}
+        assert math.hypot(*parts.values()) == pytest.approx(step["grad_norm"], rel=1e-5)
+        for key, value in parts.items():
+            assert value == pytest.approx(whole[key], rel=1e-3) and value > 0, key
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("tokens", [1000, 1])
 @pytest.mark.parametrize("ranks", RANKS)
@@ -115,8 +130,8 @@ def test_a_critic_judges_and_learns_alike_under_any_split(
 ) -> None:
     got, want = results(played, ranks, f"ppo-{stage}-{tokens}"), results(played, 1, "ppo-0-1000")
     for mine, other in zip(got, want, strict=True):
-        assert mine["value_loss"] > 0 and 0 < other["grad_norm"] < 100
-        for key in ("loss", "value_loss", "value_clip_fraction", "kl", "entropy"):
+        assert mine["value_error"] > 0 and 0 < other["grad_norm"] < 100
+        for key in ("loss", "value_error", "value_clip_fraction", "kl", "entropy"):
             assert mine[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
     after, whole = weights(played, ranks, f"ppo-{stage}-{tokens}"), weights(played, 1, "ppo-0-1000")
@@ -141,6 +156,24 @@ def test_replayed_routes_are_learned_from_alike_under_any_split(
         weights(played, r, f"replayed-{replay}-{s}") for r, s in ((ranks, stage), (1, 0))
     )
     assert distance(after, whole) < 1e-4
+
+
+def test_later_steps_are_given_the_log_probs_of_before_the_update(played: Path) -> None:
+    got = results(played, 1, "proximal")
+    assert got["proximal"] == pytest.approx(got["scored"], abs=1e-5)
+    apart = [abs(a - b) for a, b in zip(got["proximal"], got["logprobs"], strict=True)]
+    assert min(apart) > 1e-4 and max(apart) > 1e-2
+
+
+def test_what_was_to_come_is_the_value_behind_the_last_token(played: Path) -> None:
+    """Without discount a return is the reward and, where an episode was cut off, that value."""
+    got = results(played, 1, "to-come")
+    assert got["value_error"] == pytest.approx(got["right"], rel=1e-4)
+    assert abs(got["wrong"] - got["right"]) > 0.01 * got["right"]
+
+
+def test_a_critic_never_goes_without_values(played: Path) -> None:
+    assert results(played, 1, "no-value-head") == "a critic needs a value head"
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -198,12 +198,17 @@ def test_loss_and_gradient_are_those_written_out(name: str, apart: float) -> Non
 @pytest.mark.parametrize("name", CLIPPING)
 def test_tokens_outside_of_the_range_are_counted(name: str) -> None:
     own = data(1.5)
+    advantages = own.sequence_ids.double() - 4.5  # one for each sequence: its ratio clips all of it
+    own = replace(own, advantages=advantages)
     got, gradient = run(CASES[name][0], own, 10)
     counted = round(10 * float(got.metrics["clip_fraction"]))
     assert 0 < counted < int(own.mask.sum())
-    if name.startswith(("ppo", "dual", "dr_grpo", "dapo", "gspo")):
-        still = int((gradient[own.mask] == 0).sum())
-        assert counted == still or name.startswith("gspo")
+    if name.startswith(("cispo", "k25")):
+        low, high = (CASES[name][1].keywords[key] for key in ("low", "high"))  # type: ignore[attr-defined]
+        ratio = (own.logprobs - own.behavior)[own.mask].exp()
+        assert counted == int(((ratio < 1 - low) | (ratio > 1 + high)).sum())
+    else:
+        assert counted == int((gradient[own.mask] == 0).sum())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -339,17 +344,58 @@ def test_nan_under_the_mask_is_not_hidden(name: str, which: str) -> None:
         assert gradient[own.mask].isnan().any()
 
 
-def test_weights_multiply_and_zero_removes() -> None:
+def some_weights(own: Data) -> Tensor:
+    weights = torch.linspace(0.1, 2, len(own.mask), dtype=torch.float64)
+    return torch.where(own.mask, weights, math.nan)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "cispo", "k25", "reinforce"])
+def test_weights_multiply_the_gradients_of_single_tokens(name: str) -> None:
     own = data()
-    weights = torch.linspace(0, 2, len(own.mask), dtype=torch.float64)
-    weights[~own.mask] = math.nan
+    weights = some_weights(own)
+    _, plain = run(CASES[name][0], own, 20)
+    _, gradient = run(CASES[name][0], own, 20, weights=weights)
+    assert torch.allclose(gradient[own.mask], (plain * weights)[own.mask], rtol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", ["logprobs", "behavior", "advantages"])
+@pytest.mark.parametrize("name", CASES)
+def test_weight_zero_removes_whatever_a_token_has(name: str, which: str, bad: float) -> None:
+    """Of GSPO a whole sequence: a ratio of some of its tokens would be another one."""
+    own = data()
+    weights = some_weights(own)
     first = int(torch.nonzero(own.mask)[0])
-    weights[first] = 0.0
-    for name in ("ppo_clip", "cispo", "k25", "reinforce"):  # those of single tokens
-        _, plain = run(CASES[name][0], own, 20)
-        _, gradient = run(CASES[name][0], own, 20, weights=weights)
-        assert torch.allclose(gradient[own.mask], (plain * weights)[own.mask], rtol=1e-12)
-        bad = replace(own, logprobs=own.logprobs.clone())
-        bad.logprobs[first] = -math.inf
-        got, gradient = run(CASES[name][0], bad, 20, weights=weights)
-        assert math.isfinite(got.loss.item()) or name == "k25"
+    removed = torch.arange(len(own.mask)) == first
+    if name.startswith("gspo"):
+        removed = own.sequence_ids == own.sequence_ids[first]
+    weights[removed] = 0.0
+    want, slopes = run(CASES[name][0], own, 20, weights=weights)
+    broken = replace(own, **{which: getattr(own, which).clone()})
+    getattr(broken, which)[first] = bad
+    got, gradient = run(CASES[name][0], broken, 20, weights=weights)
+    assert got.loss.item() == want.loss.item() and torch.equal(gradient, slopes)
+    assert gradient.isfinite().all() and not gradient[removed].any()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf])
+@pytest.mark.parametrize("name", CASES)
+def test_an_infinity_outside_of_the_mask_makes_no_gradient(name: str, bad: float) -> None:
+    own = data()
+    far = replace(own, logprobs=torch.where(own.mask, own.logprobs, bad))
+    want, slopes = run(CASES[name][0], own, 20)
+    got, gradient = run(CASES[name][0], far, 20)
+    assert got.loss.item() == want.loss.item() and torch.equal(gradient, slopes)
+
+
+@pytest.mark.parametrize("name", CLIPPING)
+def test_clipped_tokens_are_told_by_side(name: str) -> None:
+    own = data()
+    out, _ = run(CASES[name][0], own, 20)
+    low, high = (float(out.metrics[f"clip_fraction_{side}"]) for side in ("low", "high"))
+    assert low + high == pytest.approx(float(out.metrics["clip_fraction"]))
+    raised = replace(own, behavior=own.behavior - 5, advantages=own.advantages.abs())
+    out, _ = run(CASES[name][0], raised, 20)
+    trained = int(own.mask.sum()) / 20
+    assert float(out.metrics["clip_fraction_high"]) == pytest.approx(trained)
+    assert float(out.metrics["clip_fraction_low"]) == 0

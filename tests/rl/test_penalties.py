@@ -124,14 +124,39 @@ def test_a_reference_that_finds_a_token_far_likelier_stays_finite() -> None:
     assert out.loss.isfinite() and gradient.item() == pytest.approx(1 - 1e4)
 
 
+@pytest.mark.parametrize("apart", [-19.0, -21.0, -100.0, -1e9])
+def test_k3_is_a_distance_and_pulls_nowhere_else_however_far(apart: float) -> None:
+    """Where the reference finds the token far likelier: never below 0, never pushed further."""
+    policy = torch.tensor([apart], requires_grad=True)
+    yes = torch.tensor([True])
+    out = kl_loss(policy, torch.tensor([0.0]), yes, denominator=1, gradient="own")
+    (slope,) = torch.autograd.grad(out.loss, policy)
+    assert 1e8 < out.loss.item() < math.inf and -math.inf < slope.item() <= 0
+    assert (slope.item() < 0) == (apart > -20)
+
+
+@pytest.mark.parametrize("gradient", ["own", "right"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_token_of_weight_zero_pulls_nowhere(estimator: Estimator, gradient: Any) -> None:
+    policy = torch.tensor([-math.inf, -1.5], requires_grad=True)
+    reference, yes = torch.tensor([-1.0, -1.0]), torch.tensor([True, True])
+    out = kl_loss(
+        *(policy, reference, yes),
+        denominator=1,
+        estimator=estimator,
+        gradient=gradient,
+        weights=torch.tensor([0.0, 1.0]),
+    )
+    (slopes,) = torch.autograd.grad(out.loss, policy)
+    assert out.loss.isfinite() and slopes[0] == 0.0 and slopes[1].isfinite() and slopes[1] != 0
+
+
 def test_entropy_bonus_by_hand() -> None:
     entropy = torch.tensor([1.0, math.nan, 3.0], requires_grad=True)
     mask = torch.tensor([True, False, True])
     out = entropy_bonus(entropy, mask, denominator=8)
     (gradient,) = torch.autograd.grad(out.loss, entropy)
     assert out.loss.item() == -0.5 and gradient.tolist() == [-0.125, 0.0, -0.125]
-    weighed = entropy_bonus(entropy, mask, denominator=8, weights=torch.tensor([2.0, 9.0, 0.0]))
-    assert weighed.loss.item() == -0.25
 
 
 @pytest.mark.parametrize(
@@ -159,7 +184,7 @@ def test_value_loss_by_hand(
     assert out.loss.item() == pytest.approx(loss / 4)
     assert gradient.tolist() == pytest.approx([0.0, slope / 4])
     assert float(out.metrics["value_clip_fraction"]) == (0.25 if slope == 0.0 < loss else 0.0)
-    assert float(out.metrics["value_loss"]) == pytest.approx((value - target) ** 2 / 8)
+    assert float(out.metrics["value_error"]) == pytest.approx((value - target) ** 2 / 8)
     assert not any(metric.requires_grad for metric in out.metrics.values())
 
 

@@ -36,6 +36,7 @@ from farhorizon.policy.weights import Publication, digest
 from farhorizon.rl import resume
 from farhorizon.rl.algorithms import make_algorithm
 from farhorizon.rl.batch import shares
+from farhorizon.rl.critic import Critic
 from farhorizon.rl.engine import join, leave
 from farhorizon.rl.learner import Learner
 from farhorizon.rl.publish import publish
@@ -544,6 +545,62 @@ def _rewarded(sample: Sample) -> Sample:
     return replace(sample, rewards=rewards, terminated=sample.id % 2 == 0)
 
 
+class Spy:
+    """The usual loss; keeps the log-probs of each call, and those of before the update."""
+
+    def __init__(self) -> None:
+        self.logprobs: list[list[float]] = []
+        self.proximal: list[list[float] | None] = []
+
+    def __call__(
+        self, logprobs: Any, *arrays: Any, proximal_logprobs: Any = None, **named: Any
+    ) -> Any:
+        self.logprobs.append(logprobs.tolist())
+        self.proximal.append(None if proximal_logprobs is None else proximal_logprobs.tolist())
+        return LOSS(logprobs, *arrays, **named)
+
+
+def known_before(out: dict[str, Any]) -> None:
+    """What one process knows of the policy before an update: log-probs, and values to come."""
+    if RANKS > 1:
+        return
+    own, spy = learner(FakePolicy(), 0), Spy()
+    steps = [share(step, PACKED) for step in range(2)]
+    scored = {s.id: own.score(s.token_ids)[s.loss_mask[1:]].tolist() for s in samples(1)}
+    packed = dict.fromkeys(steps[1].micro_batches[0].sequence_ids.tolist())
+    own.update(steps, spy, decoupled=True)
+    out["proximal"] = {
+        "scored": [logprob for number in packed for logprob in scored[number]],
+        "proximal": spy.proximal[1],
+        "logprobs": spy.logprobs[1],
+    }
+    policy = tiny_policy()
+    policy.v_head = ValueHead(32)
+    torch.nn.init.normal_(policy.v_head.summary.weight)
+    errors: tuple[list[float], list[float]] = ([], [])  # the value to come, and that a row before
+    batch = [_rewarded(sample) for sample in samples(0, 64)]
+    for sample in batch:
+        ids, edges = torch.tensor(sample.token_ids), torch.tensor([0, len(sample)])
+        with torch.no_grad():
+            rows = torch.arange(len(ids))
+            values = policy(ids[None], edges.int(), rows=rows, targets=ids).value.tolist()
+        for row, seen in zip((-1, -2), errors, strict=True):
+            end = float(sample.id % 3) + (0.0 if sample.terminated else values[row])
+            seen += [(values[p - 1] - end) ** 2 / 2 for p in np.flatnonzero(sample.loss_mask)]
+    critic = Critic(gamma=1.0, lam=1.0, value_coefficient=0.1, value_clip=0.2)
+    metrics = learner(policy, 0).update(shares(batch, 1, PACKED), LOSS, critic=critic).metrics
+    out["to-come"] = {
+        "value_error": metrics["value_error"],
+        "right": float(np.mean(errors[0])),
+        "wrong": float(np.mean(errors[1])),
+    }
+    own = learner(FakePolicy(), 0)
+    try:
+        own._optimizer_step(steps[0], LOSS, [None] * len(steps[0].micro_batches), critic)
+    except AssertionError as error:
+        out["no-value-head"] = str(error)
+
+
 SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     layouts,
     accumulated,
@@ -560,6 +617,7 @@ SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     algorithms,
     with_critic,
     replayed,
+    known_before,
 ]
 
 
