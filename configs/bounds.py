@@ -67,8 +67,16 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "value_coefficient": _FACTOR,
         "value_clip": _Range(0, _MOST),
         "tau": _Range(0, _MOST),
+        "tau_pos": _FACTOR,
+        "tau_neg": _FACTOR,
         "length": _ONE,
         "entropy": _Range(0, _MOST),
+        "overlong": _ONE,
+        "overlong_buffer": _ONE,
+        "budget": _ONE,
+        "length_reward": _Range(0, _MOST),
+        "extra_rounds": _ANY,
+        "kl": _Range(0, _MOST),
         "correction_low": _Range(0, 1),
         "correction_high": _Range(1, _MOST),
     },
@@ -78,6 +86,9 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "gpus": _SHARE,
         "micro_batch_tokens": _ONE,
         "minibatches": _ONE,
+        "threshold_decay": _Range(0, 1, half=True),
+        "router_lr": _ANY,
+        "attnres_lr": _ANY,
         "lr": _POSITIVE,
         "betas": _Range(0, 1, half=True),
         "eps": _POSITIVE,
@@ -162,10 +173,20 @@ def check_bounds(config: Any) -> None:
                     raise UserError(f"{prefix}{key}={_text(value)} must be {finite}{allowed}")
         if isinstance(part, schema.LearnerConfig | schema.SftConfig) and 0 < part.gpus < 1:
             _check_shared_gpu(prefix, part)
+        if isinstance(part, schema.LearnerConfig):
+            _check_decay(prefix, part)
     if isinstance(config, schema.TrainConfig) and config.learner.dtype != "float32":
         raise UserError(
             f"learner.dtype={config.learner.dtype} must be float32 in train: rollout computes in "
             "float32, so the log-probs of its samples would not be the learner's"
+        )
+
+
+def _check_decay(prefix: str, part: schema.LearnerConfig) -> None:
+    if part.threshold_decay is not None and part.thresholds != "ema":
+        raise UserError(
+            f"{prefix}threshold_decay={part.threshold_decay:g} is of {prefix}thresholds=ema, which "
+            f"is {part.thresholds}; leave one of them out"
         )
 
 

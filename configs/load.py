@@ -29,7 +29,11 @@ _CONTENT_TOKENS = (
     *(yaml.ValueToken, yaml.ScalarToken),
     *(yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken),
 )
-_PATHS = ("output", "policy")  # settings where ~ is the home folder, which few shells put there
+_PATHS = ("output", "policy", "reference")  # where ~ is the home folder, which few shells put there
+_CUTS = (  # what engines call the filters and penalties that change the distribution they sample
+    *("top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "logit_bias", "bad_words"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
+)
 
 _PLURAL = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts"}
 
@@ -273,6 +277,11 @@ def _required(field: Field[Any]) -> bool:
 def _unknown(name: str, key: str, known: list[str], where: str) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     prefix = key.removesuffix(name)
+    if name in _CUTS and "temperature" in known:
+        return (
+            f"unknown key {key} {where}: rollout samples from the whole distribution, which is the "
+            f"one that the learner scores; leave it out, or set {prefix}temperature"
+        )
     hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
     return f"unknown key {key} {where}; {hint}"
 

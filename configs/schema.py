@@ -43,6 +43,7 @@ class AlgorithmConfig:
         "dapo",
         "gspo",
         "cispo",
+        "sapo",
         "rloo",
         "reinforce",
         "reinforce_pp",
@@ -60,9 +61,21 @@ class AlgorithmConfig:
     value_coefficient: float | None = None  # of ppo: weight of the critic's loss
     value_clip: float | None = None  # of ppo: how far a value may move in an update; 0 is no bound
     tau: float | None = None  # strength of the pull towards the policy that sampled
+    tau_pos: float | None = None  # of sapo: how narrow its gate is, positive advantages
+    tau_neg: float | None = None  # and all others
     aggregation: Literal["token", "sequence", "constant"] | None = None  # which mean the loss is
     length: int | None = None  # tokens that aggregation=constant divides by, 1024 by itself
     entropy: float = 0.0  # coefficient of the entropy bonus
+    credit: Literal["trajectory", "turn", "step"] | None = None  # whose reward a token answers for
+    overlong: int | None = None  # sampled tokens of a trajectory that cost 1 of its reward
+    overlong_buffer: int | None = None  # tokens below over which that grows; a fifth of overlong
+    budget: int | None = None  # sampled tokens of a trajectory above which its reward is -1
+    length_reward: float = 0.0  # coefficient of a reward for being shorter than one's siblings
+    extra_rounds: int = 0  # of rollout per step, while fewer than groups_per_step groups teach
+    kl: float = 0.0  # coefficient of the KL to the reference policy; 0 loads none
+    kl_in: Literal["loss", "reward"] | None = None  # the loss by itself
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None  # k3 in the loss, k1 in rewards
+    kl_gradient: Literal["right", "own"] | None = None  # own: that of the estimator, as in GRPO
     correction: Literal[
         "none",
         "token_truncate",
@@ -87,6 +100,11 @@ class LearnerConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 = torch autocast, fp32 masters
     micro_batch_tokens: int = 8192
     minibatches: int = 1  # optimizer steps per rollout batch
+    replay: Literal["off", "rollout", "learner"] = "off"  # whose choice of experts it learns with
+    thresholds: Literal["freeze", "track", "ema"] = "track"  # of routers: what steps make of them
+    threshold_decay: float | None = None  # of ema, 0.9 by itself
+    router_lr: float = 1.0  # the rate of routers, times lr
+    attnres_lr: float = 1.0  # that of the mixture over depth, norms and queries, times lr
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices; AdamW for the rest
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
@@ -113,6 +131,7 @@ class TrainConfig:
     """An RL run."""
 
     policy: str  # checkpoint folder to start from
+    reference: str | None = None  # checkpoint that algorithm.kl pulls towards; None is policy
     env: EnvConfig
     output: str = "runs/train"
     seed: int = 0

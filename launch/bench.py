@@ -51,6 +51,7 @@ def bench(name: str, config: BenchConfig) -> int:
     if config.learner.minibatches != 1:
         raise UserError("learner.minibatches must be 1: TRL's step is one optimizer step as well")
     check_unused("learner", config.learner, ["decay"], "its steps have one rate")
+    check_unused("learner", config.learner, ["replay"], "a batch is one step on its own weights")
     check_unused("rollout", config.rollout, ["keep_states"], "weights change between rollouts")
     if config.output is not None:
         check_writable(Path(config.output).absolute().parent)

@@ -74,9 +74,11 @@ def prepare(config: TrainConfig) -> Run:
     config = replace(
         config, policy=str(policy), output=str(folder), env=resolve_plugins(config.env)
     )
+    config = _with_reference(config)
     notes: list[str] = []
     resumed = _find_resumable(config, folder, notes)
     checkpoint = resumed.folder if resumed else Path(config.policy)
+    _check_reference(config, checkpoint)
     rules = read_config(checkpoint).image_rules
     tokenizer = load_tokenizer(checkpoint)
     check_context(checkpoint, config.context, config.allow_longer_context)
@@ -220,6 +222,30 @@ def _starting_policy(config: TrainConfig, folder: Path) -> Path:
         if checkpoints.newest(folder) is None:
             raise
         return Path(config.policy).resolve()
+
+
+def _with_reference(config: TrainConfig) -> TrainConfig:
+    """The config with the folder of the reference that it names; UserError where there is none."""
+    if config.algorithm.kl == 0:
+        if config.reference is not None:
+            raise UserError(
+                f"reference={config.reference} would have no effect: it needs algorithm.kl above 0"
+            )
+        return config
+    try:
+        folder = find_checkpoint(config.reference or config.policy).resolve()
+    except UserError as error:
+        raise UserError(f"algorithm.kl needs its reference: {error}") from None
+    return config if config.reference is None else replace(config, reference=str(folder))
+
+
+def _check_reference(config: TrainConfig, checkpoint: Path) -> None:
+    """UserError if the reference cannot score what the policy of ``checkpoint`` samples."""
+    folder = config.reference
+    if folder is None:
+        return
+    if read_stage(folder).tokenizer_sha256 != read_stage(checkpoint).tokenizer_sha256:
+        raise UserError(f"reference {folder}: has another tokenizer than policy {config.policy}")
 
 
 def check_unused(section: str, given: Any, names: Sequence[str], reason: str) -> None:

@@ -163,6 +163,14 @@ def unchanged_line(rows: Sequence[dict[str, Any]]) -> str | None:
     )
 
 
+def rounds_line(rounds: int, update: UpdateResult, wanted: int) -> str:
+    """What more than one round of rollout gave; ``wanted`` groups with reward variance."""
+    groups = round(update.metrics["groups"])
+    taught = groups - round(update.metrics["groups_without_variance"])
+    short = f", {wanted} wanted: raise algorithm.extra_rounds" if taught < wanted else ""
+    return f"{rounds} rounds of rollout, {taught} of {groups} groups had reward variance{short}"
+
+
 def skipped_line(update: UpdateResult) -> str:
     """What a gradient that was not finite cost."""
     return (

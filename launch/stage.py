@@ -296,6 +296,7 @@ def _check(config: StageConfig, output: Path) -> None:
     check_bounds(config)
     reason = "each stage has its own lr, and a batch is one optimizer step"
     check_unused("learner", config.learner, ["lr", "decay", "minibatches"], reason)
+    check_unused("learner", config.learner, ["replay"], "a batch of text has no rollout")
     if not config.stages:
         raise UserError("stages: give at least one stage")
     for number, stage in enumerate(config.stages):

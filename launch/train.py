@@ -27,6 +27,7 @@ from .checkpoints import Found
 from .cluster import check_gpus, cluster
 from .evaluate import measure
 from .files import sole_user
+from .flat import why_flat
 from .interrupt import GivenUp, exit_code, uninterrupted
 from .prepare import Run, check_unchanged, prepare
 from .progress import Display
@@ -38,9 +39,25 @@ from .report import (
     curve_points,
     evaluate_line,
     resume_line,
+    rounds_line,
     skipped_line,
     unchanged_line,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """The rollout of a step: all groups, those that are not too old, and the rounds it took."""
+
+    groups: list[Group]
+    fresh: list[Group]
+    stats: RolloutStats
+    rounds: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all trajectories, given ones too."""
+        return sum(len(t.token_ids) for group in self.groups for t in group.trajectories)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +104,8 @@ def train(config: TrainConfig) -> int:
     first = before[0] if before and before[0].step == 0 else None
     assert run.saved is not None
     plugins = config.env.plugins
+    if first is not None and result is not None and result.success <= first.success:
+        print(f"flat        {why_flat(recorder.rows)}")
     for line in closing_lines(first, result, run.folder, run.saved.folder, run.step, plugins):
         print(line)
     return 0
@@ -104,10 +123,16 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
             config.seed,
             config.rollout.temperature,
             run.vision,
+            config.reference or config.policy,
         )
         stack.callback(learner.close)
         pool = RolloutPool(
-            str(run.checkpoint), config.env, config.rollout, config.context, config.seed
+            str(run.checkpoint),
+            config.env,
+            config.rollout,
+            config.context,
+            config.seed,
+            record_routes=config.learner.replay == "rollout",
         )
         stack.callback(pool.close)
         if run.saved is not None:
@@ -125,28 +150,20 @@ def _loop(job: Job) -> Evaluation | None:
     in_flight: deque[list] = deque()
     while run.step < config.steps:
         with display.phase("rollout"):
-            ahead = min(1 + config.max_staleness, config.steps - run.step)
-            while len(in_flight) < ahead:
-                start = run.tasks + len(in_flight) * config.groups_per_step
-                batch = tasks(config.env.id, "train", start, config.groups_per_step, config.seed)
-                in_flight.append(job.pool.submit(batch, config.group_size))
-            groups, stats = job.pool.collect(in_flight.popleft())
+            played = _rollout(job, in_flight)
         # From here to the record the step is one piece: Ctrl-C waits.
         with uninterrupted("finishing the step, then saving"):
-            assert job.pool.version is not None
-            kept = fresh(groups, job.pool.version.number, config.max_staleness)
             with display.phase("learn"):
                 job.learner.set_lr(learning_rate(config, job.learner.version))
-                update = job.learner.update(kept)
+                update = job.learner.update(played.fresh)
             # The learner has left the step before: what is saved from here on is this step.
-            tokens = sum(len(t.token_ids) for group in groups for t in group.trajectories)
-            run.advance(config.groups_per_step, tokens)
+            run.advance(played.rounds * config.groups_per_step, played.tokens)
             try:
                 if not update.skipped:
                     with display.phase("sync"):
                         job.pool.sync(job.learner.publish())
             finally:  # weights that cannot be sent are saved all the same
-                _record(job, groups, stats, update, tokens, len(groups) - len(kept))
+                _record(job, played, update)
         last = run.step == config.steps
         if last or (config.save_every and run.step % config.save_every == 0):
             with uninterrupted("finishing the checkpoint, then stopping"):
@@ -155,6 +172,34 @@ def _loop(job: Job) -> Evaluation | None:
         if due and config.eval_episodes:
             _evaluate(job)
     return _evaluate(job) if config.eval_episodes else None
+
+
+def _rollout(job: Job, in_flight: deque[list]) -> Played:
+    """The next batch, and those after it while too few of their groups can be learned from.
+
+    A round more is the batch that would have been the next step's, so that the order of tasks
+    stays the same however many rounds a step takes.
+    """
+    run, config, pool = job.run, job.run.config, job.pool
+    assert pool.version is not None
+    groups: list[Group] = []
+    parts: list[RolloutStats] = []
+    while True:
+        ahead = min(1 + config.max_staleness, config.steps - run.step)
+        while len(in_flight) < ahead:
+            start = run.tasks + (len(parts) + len(in_flight)) * config.groups_per_step
+            batch = tasks(config.env.id, "train", start, config.groups_per_step, config.seed)
+            in_flight.append(pool.submit(batch, config.group_size))
+        more, stats = pool.collect(in_flight.popleft())
+        groups += more
+        parts.append(stats)
+        kept = fresh(groups, pool.version.number, config.max_staleness)
+        if len(parts) > config.algorithm.extra_rounds or (
+            job.learner.teaching(kept) >= config.groups_per_step
+        ):
+            break
+    seconds = sum(part.seconds for part in parts)
+    return Played(groups, kept, replace(RolloutStats.merge(parts), seconds=seconds), len(parts))
 
 
 def learning_rate(config: TrainConfig, version: int) -> float:
@@ -239,24 +284,22 @@ def _way_on(job: Job) -> None:
     display.line(f"{again}     {resume_line(run.folder, run.config.steps)}")
 
 
-def _record(
-    job: Job,
-    groups: list[Group],
-    stats: RolloutStats,
-    result: UpdateResult,
-    tokens: int,
-    stale: int,
-) -> None:
+def _record(job: Job, played: Played, result: UpdateResult) -> None:
     """Write the finished step to the run folder and show it."""
     run, display = job.run, job.display
-    played = [t for group in groups for t in group.trajectories]
-    rewards = [t.reward for t in played if t.reward is not None]
+    groups, stats, tokens = played.groups, played.stats, played.tokens
+    stale = len(groups) - len(played.fresh)
+    episodes = [t for group in groups for t in group.trajectories]
+    rewards = [t.reward for t in episodes if t.reward is not None]
     # As the learner counts them: of groups that were not stale, and by its idea of equal rewards.
     fresh, flat = (result.metrics[n] for n in ("groups", "groups_without_variance"))
     nothing = 0 < fresh == result.metrics["groups_left_out"]
     seconds = display.take_seconds()
     total = sum(seconds.get(name, 0.0) for name in ("rollout", "learn", "sync"))
-    success = sum(t.success for t in played) / len(rewards) if rewards else math.nan
+    success = sum(t.success for t in episodes) / len(rewards) if rewards else math.nan
+    if played.rounds > 1:
+        wanted = run.config.groups_per_step
+        display.line(f"step {run.step}: {rounds_line(played.rounds, result, wanted)}")
     if nothing:
         display.line(f"step {run.step}: no group had reward variance, nothing to learn from")
     if result.bad_tensor is not None:
@@ -264,7 +307,7 @@ def _record(
     elif result.skipped and not nothing:
         display.line(f"step {run.step}: update skipped, weights stay at version {result.version}")
     if stats.errors or stale:
-        error = next((f"; first error: {t.error.splitlines()[0]}" for t in played if t.error), "")
+        error = next((f"; first error: {t.error.splitlines()[0]}" for t in episodes if t.error), "")
         display.line(
             f"step {run.step}: {stats.errors} failed episodes, {stale} stale groups{error}"
         )
@@ -275,6 +318,7 @@ def _record(
         {
             "train/success": success,
             "train/reward": sum(rewards) / len(rewards) if rewards else math.nan,
+            "train/rounds": played.rounds,
             "train/groups": len(groups),
             "train/groups_without_variance": flat,
             "train/groups_stale": stale,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from .kda import KimiDeltaAttention, ShortConv
 from .layout import read_layout
 from .moe import DenseMLP, Experts, LatentMoE, Router
 from .packing import Packing
+from .routing import Routed
 from .state import DecodeState
 from .trainers import refuse, shifted_loss
 from .value import ValueHead
@@ -152,7 +152,7 @@ class PolicyModel(nn.Module):
         return self.norm(partial)
 
 
-class Policy(PreTrainedModel, GenerationMixin):
+class Policy(Routed, PreTrainedModel, GenerationMixin):
     """Causal language model whose tensors carry the published names.
 
     Experts are fused in memory (``experts.w1|w2|w3``) and separate in files. Routing thresholds
@@ -356,39 +356,6 @@ class Policy(PreTrainedModel, GenerationMixin):
         from .checkpoint import save_policy
 
         save_policy(os.fspath(save_directory), self, export=export)
-
-    def routers(self) -> list[Router]:
-        """The routers in layer order."""
-        return [m for m in self.modules() if isinstance(m, Router)]
-
-    @contextmanager
-    def routing_statistics(self, valid: torch.Tensor | None = None) -> Iterator[None]:
-        """Count the routing of forwards inside; ``valid`` bool [T] leaves tokens out.
-
-        Nothing else is ever counted: evaluation, scoring and recomputation in backward run
-        outside of this context.
-        """
-        routers = self.routers()
-        for router in routers:
-            router.collecting, router.valid = True, valid
-        try:
-            yield
-        finally:
-            for router in routers:
-                router.collecting, router.valid = False, None
-
-    def routing_counts(self) -> list[torch.Tensor]:
-        """Integer tensors to be summed in place over data-parallel ranks."""
-        return [count for router in self.routers() for count in router.counts()]
-
-    def update_thresholds(self) -> list[float]:
-        """Set the next thresholds in place; max / mean load per layer of what was counted."""
-        return [router.update() for router in self.routers()]
-
-    def clear_routing_counts(self) -> None:
-        """Forget counts of a step that was skipped."""
-        for router in self.routers():
-            router.clear()
 
     @staticmethod
     def leaf_modules() -> list[type[nn.Module]]:

@@ -10,10 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..kernels.moe import QuantileHistogram, grouped_experts, mxfp4_rounded, route, situ_glu
+from ..kernels.moe import (
+    QuantileHistogram,
+    grouped_experts,
+    mixing_weights,
+    mxfp4_rounded,
+    route,
+    situ_glu,
+)
 from ..kernels.precision import as_given, widen
 from .attention import RMSNorm
 from .config import PolicyConfig
+from .thresholds import TRACK, ThresholdRule
 
 
 class DenseMLP(nn.Module):
@@ -37,7 +45,9 @@ class Router(nn.Module):
     """Sigmoid router with a balancing threshold per expert.
 
     ``e_score_correction_bias`` [E] is a persistent buffer that stays fp32 whatever the module is
-    cast to, and is only ever written in place.
+    cast to, and is only ever written in place. With ``given`` routes [T, k] the choice is theirs
+    where their mask [T] is set, and the weights are those of the router's own scores; the
+    histogram then stands still, and what is counted is the load of the routes that were taken.
     """
 
     e_score_correction_bias: torch.Tensor
@@ -51,7 +61,9 @@ class Router(nn.Module):
         self.collecting = False
         self.valid: torch.Tensor | None = None
         self.histogram: QuantileHistogram | None = None
-        self.load = torch.zeros(0, dtype=torch.long)
+        self.load = self.replayed_load = torch.zeros(0, dtype=torch.long)
+        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.recorded: list[torch.Tensor] | None = None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         before = self.e_score_correction_bias
@@ -62,42 +74,65 @@ class Router(nn.Module):
         return self
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routes ``[T, k]`` and mixing weights ``[T, k]`` of ``x [T, D]``."""
+        """Routes ``[T, k]`` and mixing weights ``[T, k]`` of ``x [T, D]``. ValueError if routes are
+        given for another number of tokens."""
         with as_given(x):
             wide = widen(x)
             scores = torch.sigmoid(F.linear(wide, self.weight.to(wide.dtype)))
             experts, weights, cutoff = route(scores, self.e_score_correction_bias, self.k)
+            if self.given is not None:
+                given, known = self.given
+                if len(given) != len(experts):
+                    raise ValueError(f"routes of {len(given)} tokens for {len(experts)} tokens")
+                experts = torch.where(known[:, None], given.long(), experts)
+                weights = mixing_weights(scores, experts)
         if self.collecting:
             self._count(scores, experts, cutoff)
+        if self.recorded is not None:
+            self.recorded.append(experts)
         return experts, weights
 
     def _count(self, scores: torch.Tensor, experts: torch.Tensor, cutoff: torch.Tensor) -> None:
+        histogram = self._histogram()
+        counted = experts if self.valid is None else experts[self.valid]
+        load = torch.bincount(counted.flatten(), minlength=len(self.load))
+        if self.given is not None:
+            self.replayed_load += load
+            return
+        histogram.add(scores, self.valid, cutoff)
+        self.load += load
+
+    def _histogram(self) -> QuantileHistogram:
         if self.histogram is None:
             self.histogram = QuantileHistogram(self.e_score_correction_bias, self.k)
             self.load = torch.zeros_like(self.e_score_correction_bias, dtype=torch.long)
-        self.histogram.add(scores, self.valid, cutoff)
-        counted = experts if self.valid is None else experts[self.valid]
-        self.load += torch.bincount(counted.flatten(), minlength=len(self.load))
+            self.replayed_load = torch.zeros_like(self.load)
+        return self.histogram
 
     def counts(self) -> list[torch.Tensor]:
         """Integer tensors that are summed over data-parallel ranks before `update`."""
-        if self.histogram is None:
-            self.histogram = QuantileHistogram(self.e_score_correction_bias, self.k)
-            self.load = torch.zeros_like(self.e_score_correction_bias, dtype=torch.long)
-        return [self.histogram.counts, self.histogram.tokens, self.load]
+        histogram = self._histogram()
+        return [histogram.counts, histogram.tokens, self.load, self.replayed_load]
 
-    def update(self) -> float:
+    def update(self, rule: ThresholdRule = TRACK) -> float:
         """Set the next threshold from the counts, clear them, return max / mean expert load."""
         if self.histogram is None or int(self.histogram.tokens) == 0:
             raise ValueError("no token was counted since the last update")
-        self.e_score_correction_bias.copy_(self.histogram.solve())
-        load = self.load.float()
+        bias = self.e_score_correction_bias
+        bias.copy_(rule(bias, self.histogram.solve))
+        load = max_over_mean(self.load)
         self.clear()
-        return float(load.max() / load.mean())
+        return load
 
     def clear(self) -> None:
         """Forget what was counted."""
         self.histogram = None
+
+
+def max_over_mean(load: torch.Tensor) -> float:
+    """Largest load ``[E]`` of an expert over that of all, nan where nothing was counted."""
+    load = load.float()
+    return float(load.max() / load.mean())
 
 
 class Experts(nn.Module):
@@ -140,7 +175,10 @@ class LatentMoE(nn.Module):
         # before any cast: an export encodes the weights as they are kept
         used = map(mxfp4_rounded, kept) if self.rounded else kept
         w1, w2, w3 = (w.to(z.dtype) for w in used)
-        out = grouped_experts(z, w1, w2, w3, experts, weights * self.scaling, self.activation)
+        # Statistics are those of training forwards, to the bit, also where no gradient is wanted.
+        dense = False if self.gate.collecting else None
+        weights = weights * self.scaling
+        out = grouped_experts(z, w1, w2, w3, experts, weights, self.activation, dense)
         if self.latent:
             if self.latent_norm:
                 out = self.routed_expert_norm(out)

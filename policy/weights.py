@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+THRESHOLD = ".e_score_correction_bias"  # how names of routing thresholds end
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -93,6 +95,24 @@ class PolicyVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class ThresholdVersion:
+    """Routing thresholds by number (steps so far that set them) and by content.
+
+    ``digests`` are (name, digest) of each, of the tensors that the publisher itself routes with:
+    they say what was meant, where those of a publication say what was sent.
+    """
+
+    number: int
+    digests: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, number: int, tensors: Mapping[str, Tensor]) -> ThresholdVersion:
+        """The version of the thresholds among ``tensors``, by name."""
+        names = sorted(name for name in tensors if name.endswith(THRESHOLD))
+        return cls(number, tuple((name, digest(tensors[name])) for name in names))
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """Consecutive tensors of a manifest: ``first`` is the index of the first, ``payload`` uint8
     their bytes end to end without gaps, ``count`` how many whole tensors those are."""
@@ -109,7 +129,8 @@ class Publication:
     ``buckets`` are Ray references to (or, within one process, instances of) `Bucket` in manifest
     order; ``digests`` are one per tensor of the manifest. The canary is a sequence of token ids
     (int64 [n]) with the learner's log-probs of tokens 1..n-1 (fp32 [n - 1]) at ``temperature``;
-    the receiver must reproduce them within ``tolerance`` nats.
+    the receiver must reproduce them within ``tolerance`` nats. ``thresholds`` are what the learner
+    routes with.
     """
 
     version: PolicyVersion
@@ -120,6 +141,7 @@ class Publication:
     canary_logprobs: np.ndarray
     temperature: float
     tolerance: float
+    thresholds: ThresholdVersion = ThresholdVersion(0, ())
 
 
 def tensor_bytes(tensor: Tensor) -> np.ndarray:

@@ -25,11 +25,13 @@ from ..policy.value import ValueHead
 from ..policy.weights import Publication
 from ..rollout.types import Group
 from . import batch, losses, resume
-from .algorithms import LossFunction, Objective, make_algorithm
+from .algorithms import Flat, LossFunction, Objective, make_algorithm
 from .critic import Critic
 from .engine import join, leave
 from .learner import Learner
+from .penalties import Pull
 from .publish import publish
+from .reference import Reference
 from .types import Share, UpdateResult
 
 ACTOR_CPUS = 0.01  # Ray places by this number; the real use is set by ``threads``
@@ -59,9 +61,11 @@ class LearnerActor:
         temperature: float,
         vision: bool = False,
         critic: bool = False,
+        reference: tuple[str, Pull] | None = None,
     ) -> None:
         """Join the other ranks and build the learner around the policy of ``checkpoint``, which
-        gets a value head for a ``critic`` if it has none."""
+        gets a value head for a ``critic`` if it has none, and is pulled to that of ``reference``.
+        """
         device = "cuda" if self.config.gpus > 0 else "cpu"
         join(self.rank, self.config.ranks, rendezvous, device)
         loaded = load_checkpoint(checkpoint, vision=vision)
@@ -70,7 +74,14 @@ class LearnerActor:
         if critic and loaded.policy.v_head is None:
             loaded.policy.v_head = ValueHead(self.policy_config.hidden_size)
         policy = loaded.policy.to(torch.device(device))  # type: ignore[arg-type] - Module.to
-        self.learner = Learner(policy, self.config, temperature)
+        kept = None
+        if reference is not None:
+            folder, pull = reference
+            copy = load_checkpoint(folder, vision=vision).policy
+            copy.v_head = None
+            copy.to(torch.device(device))  # type: ignore[arg-type] - Module.to
+            kept = Reference(copy, pull, temperature)
+        self.learner = Learner(policy, self.config, temperature, kept)
 
     def update(
         self, steps: Sequence[Share], loss: LossFunction, decoupled: bool, critic: Critic | None
@@ -122,7 +133,8 @@ class LearnerGroup:
 
     Raises the user's mistakes and failures that a line says all about as they were raised in the
     actor, without Ray's wrapping. The first failure ends all ranks: the others would wait
-    for it in a collective. ``vision`` trains the policy's vision tower too.
+    for it in a collective. ``vision`` trains the policy's vision tower too. ``reference`` is the
+    checkpoint that an algorithm with a pull stays near, ``checkpoint`` by itself.
     """
 
     def __init__(
@@ -134,6 +146,7 @@ class LearnerGroup:
         seed: int,
         temperature: float,
         vision: bool = False,
+        reference: str | None = None,
     ) -> None:
         self.config, self.sync_config = config, sync
         self.algorithm = make_algorithm(algorithm)
@@ -143,7 +156,9 @@ class LearnerGroup:
         self.actors: list[Any] = [actor.remote(config, r, seed) for r in range(config.ranks)]
         rendezvous = self._rendezvous()
         critic = self.algorithm.critic is not None
-        start = (checkpoint, rendezvous, temperature, vision, critic)
+        pull = self.algorithm.pull
+        near = None if pull is None else (reference or checkpoint, pull)
+        start = (checkpoint, rendezvous, temperature, vision, critic, near)
         self._starting = [a.start.remote(*start) for a in self.actors]
 
     def ready(self) -> None:
@@ -159,12 +174,13 @@ class LearnerGroup:
 
         Where no group has anything to teach nothing happens, and the result says so.
         """
-        own = self.algorithm
-        kept, stats = batch.samples_of_groups(groups, own.advantages, own.flat)
+        kept, stats = self._samples(groups, self.algorithm.flat)
         metrics = stats.metrics()
         if not kept:
             return UpdateResult(metrics, self.version, skipped=True)
-        metrics["staleness_max"] = self.version - stats.oldest_version
+        if self.config.replay == "rollout":
+            metrics["routes_known"] = batch.routes_known(kept)
+        metrics |= stats.staleness(self.version)
         steps = batch.deal(kept, self.config.minibatches)
         return self._update(
             [self._shares(samples) for samples in steps],
@@ -173,6 +189,10 @@ class LearnerGroup:
             self.algorithm.decoupled,
             self.algorithm.critic,
         )
+
+    def teaching(self, groups: Sequence[Group]) -> int:
+        """Number of groups that have an advantage."""
+        return len(self._samples(groups, "left_out")[0])
 
     def update_nll(self, sequences: Sequence[np.ndarray]) -> UpdateResult:
         """One optimizer step on the negative log-likelihood of every token but each first.
@@ -232,6 +252,14 @@ class LearnerGroup:
         self.version = result.version
         return UpdateResult(
             {**metrics, **result.metrics}, result.version, result.skipped, result.bad_tensor
+        )
+
+    def _samples(
+        self, groups: Sequence[Group], flat: Flat
+    ) -> tuple[list[list[batch.Sample]], batch.BatchStats]:
+        own = self.algorithm
+        return batch.samples_of_groups(
+            groups, own.advantages, flat, credit=own.credit, shaping=own.shaping
         )
 
     def _shares(self, samples: Sequence[batch.Sample]) -> list[Share]:

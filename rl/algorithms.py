@@ -14,7 +14,9 @@ from ..configs.errors import UserError
 from ..configs.schema import AlgorithmConfig
 from . import advantages, corrections, losses, penalties
 from .aggregation import Aggregation, token_weights
+from .credit import Credit
 from .critic import Critic
+from .shaping import Shaping
 from .types import LossOutput
 
 AdvantageFunction = Callable[[Tensor, Tensor], Tensor]  # rewards [N], group ids [N] -> [N]
@@ -29,7 +31,8 @@ class Objective:
     """A loss of tokens, and how it becomes that of an optimizer step.
 
     ``correction`` weighs what another policy sampled; ``aggregation`` and ``length`` say which
-    mean the loss is; ``entropy`` is the coefficient of the bonus, a mean over tokens always.
+    mean the loss is; ``entropy`` is the coefficient of the bonus, a mean over tokens always. The
+    KL of a ``pull`` is part of that mean, unless it is in the rewards: then it is only reported.
     """
 
     loss: LossFunction
@@ -37,6 +40,7 @@ class Objective:
     aggregation: Aggregation = "token"
     length: int = 1
     entropy: float = 0.0
+    pull: penalties.Pull | None = None
 
     def __call__(
         self,
@@ -50,12 +54,14 @@ class Objective:
         sequences: int | None = None,
         entropy: Tensor | None = None,
         proximal_logprobs: Tensor | None = None,
+        reference_logprobs: Tensor | None = None,
     ) -> LossOutput:
         """The share of these tokens [T] in the loss of a step with ``denominator`` trained tokens
         in ``sequences`` sequences (None: those of this call are all).
 
         ``entropy`` [T] is for the bonus. ``proximal_logprobs`` [T] are those of the policy before
-        the update, for a correction; None: no step was taken yet, they are ``logprobs``.
+        the update, for a correction; None: no step was taken yet, they are ``logprobs``. A pull
+        needs ``reference_logprobs`` [T].
         """
         if sequences is None:
             sequences = int(sequence_ids[mask].unique().numel())
@@ -81,6 +87,18 @@ class Objective:
                 mask,
                 **whole,
             )
+        if self.pull is not None:
+            assert reference_logprobs is not None, "a pull needs the log-probs of its reference"
+            out = _pulled(
+                out,
+                self.pull,
+                logprobs,
+                behavior_logprobs,
+                reference_logprobs,
+                mask,
+                denominator,
+                weights,
+            )
         if self.entropy == 0:
             return out
         assert entropy is not None, "an entropy bonus needs the entropy of each token"
@@ -88,18 +106,49 @@ class Objective:
         return replace(out, loss=out.loss + self.entropy * bonus.loss)
 
 
+def _pulled(
+    out: LossOutput,
+    pull: penalties.Pull,
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    mask: Tensor,
+    denominator: int,
+    weights: Tensor | None,
+) -> LossOutput:
+    """An output with the KL to the reference in its loss, or among its metrics alone."""
+    if pull.where == "loss" and pull.gradient == "right":
+        own = penalties.sampled_weights(logprobs, behavior_logprobs, mask)
+        weights = own if weights is None else own * weights
+    kl = penalties.kl_loss(
+        logprobs,
+        reference_logprobs,
+        mask,
+        denominator=denominator,
+        estimator=pull.estimator,
+        gradient=pull.gradient,
+        weights=weights,
+    )
+    loss = out.loss + pull.coefficient * kl.loss if pull.where == "loss" else out.loss
+    return replace(out, loss=loss, metrics={**out.metrics, **kl.metrics})
+
+
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """An advantage over groups of rewards, or a critic instead, and a loss over tokens.
 
     ``decoupled`` says that the loss wants the log-probs of the policy before the update, ``flat``
-    what becomes of groups without an advantage, ``compares`` that siblings are compared.
+    what becomes of groups without an advantage, ``compares`` that siblings are compared. Rewards
+    are changed by ``shaping`` first, and tokens answer for those that ``credit`` names.
     """
 
     advantages: AdvantageFunction | None
     loss: LossFunction
     decoupled: bool = False
     critic: Critic | None = None
+    pull: penalties.Pull | None = None
+    credit: Credit = "trajectory"
+    shaping: Shaping | None = None
     flat: Flat = "left_out"
     compares: bool = True
 
@@ -127,8 +176,14 @@ class Recipe:
                 f"algorithm.length={config.length} would have no effect: it needs "
                 "algorithm.aggregation=constant"
             )
+        if not self.compares and config.extra_rounds:
+            raise UserError(
+                f"algorithm.extra_rounds={config.extra_rounds} would have no effect with "
+                f"algorithm.name={config.name}: groups of equal rewards teach it too; leave it out"
+            )
         correction = self._correction(config)
-        acting = self.advantages is None or self.pulled or config.entropy > 0
+        pull = _pull(config)
+        acting = self.advantages is None or self.pulled or config.entropy > 0 or config.kl > 0
         return Algorithm(
             None if self.advantages is None else partial(self.advantages, **advantage),
             Objective(
@@ -137,16 +192,20 @@ class Recipe:
                 aggregation,
                 config.length or LENGTH,
                 config.entropy,
+                pull,
             ),
             decoupled=correction is not None,
             critic=Critic(**critic) if critic else None,
+            pull=pull,
+            credit=config.credit or "trajectory",
+            shaping=_shaping(config),
             flat="learned" if acting else "left_out" if aggregation == "token" else "counted",
             compares=self.compares,
         )
 
     def _settings(self, config: AlgorithmConfig) -> dict[str, Any]:
         own = dict(self.settings)
-        for key in (*GROUP, *CLIP, *CRITIC, "tau"):
+        for key in (*GROUP, *CLIP, *CRITIC, "tau", "tau_pos", "tau_neg", "credit"):
             value = getattr(config, key)
             if value is not None and key not in own:
                 having = ", ".join(n for n, made in ALGORITHMS.items() if key in made.settings)
@@ -156,6 +215,7 @@ class Recipe:
                 )
             if value is not None:
                 own[key] = value
+        own.pop("credit", None)
         return own
 
     def _correction(self, config: AlgorithmConfig) -> corrections.CorrectionFunction | None:
@@ -183,7 +243,54 @@ class Recipe:
         return partial(function, low=low, high=high)
 
 
+def _pull(config: AlgorithmConfig) -> penalties.Pull | None:
+    where, estimator, gradient = config.kl_in, config.kl_estimator, config.kl_gradient
+    if config.kl == 0:
+        given = {"kl_in": where, "kl_estimator": estimator, "kl_gradient": gradient}
+        for key, value in given.items():
+            if value is not None:
+                raise UserError(
+                    f"algorithm.{key}={value} would have no effect: it needs algorithm.kl above 0"
+                )
+        return None
+    if where == "reward" and gradient is not None:
+        raise UserError(
+            f"algorithm.kl_gradient={gradient} would have no effect: rewards have no gradient; "
+            "leave it out, or set algorithm.kl_in=loss"
+        )
+    if estimator == "k1" and gradient == "own":
+        raise UserError(
+            "algorithm.kl_gradient=own is 0 on average with algorithm.kl_estimator=k1: leave one "
+            "of them out"
+        )
+    usual = "k1" if where == "reward" else "k3"
+    return penalties.Pull(config.kl, where or "loss", estimator or usual, gradient or "right")
+
+
+def _shaping(config: AlgorithmConfig) -> Shaping | None:
+    limit, buffer, budget = config.overlong, config.overlong_buffer, config.budget
+    if limit is None and buffer is not None:
+        raise UserError(
+            f"algorithm.overlong_buffer={buffer} would have no effect: it needs algorithm.overlong"
+        )
+    if limit is not None:
+        buffer = max(1, limit // 5) if buffer is None else buffer  # DAPO's 4096 of 20480
+        if buffer > limit:
+            raise UserError(
+                f"algorithm.overlong_buffer={buffer} must be at most algorithm.overlong={limit}"
+            )
+        if budget is not None and budget <= limit - buffer:
+            raise UserError(
+                f"algorithm.overlong={limit} would have no effect: above algorithm.budget={budget} "
+                "rewards are -1 already; leave one of them out"
+            )
+    if limit is None and budget is None and config.length_reward == 0:
+        return None
+    return Shaping(config.length_reward, limit, buffer or 1, budget)
+
+
 LENGTH = 1024  # tokens that the mean over a constant divides by, unless the config says otherwise
+CREDIT: dict[str, Any] = {"credit": "trajectory"}
 GROUP: dict[str, Any] = {"scale": "std", "baseline": "mean"}
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
 CRITIC: dict[str, Any] = {
@@ -199,19 +306,22 @@ centred = partial(over_batch, baseline="mean")
 
 ALGORITHMS: dict[str, Recipe] = {
     "ppo": Recipe(None, losses.ppo_clip, CLIP | CRITIC, compares=False),
-    "grpo": Recipe(relative, losses.grpo, GROUP | CLIP),
-    "dr_grpo": Recipe(unscaled, losses.dr_grpo, CLIP, "constant"),
-    "dapo": Recipe(relative, losses.dapo, GROUP | CLIP | {"clip_high": 0.28}),
+    "grpo": Recipe(relative, losses.grpo, GROUP | CLIP | CREDIT),
+    "dr_grpo": Recipe(unscaled, losses.dr_grpo, CLIP | CREDIT, "constant"),
+    "dapo": Recipe(relative, losses.dapo, GROUP | CLIP | CREDIT | {"clip_high": 0.28}),
     "gspo": Recipe(
         relative, losses.gspo, GROUP | {"clip_low": 3e-4, "clip_high": 4e-4}, "sequence"
     ),
-    "cispo": Recipe(relative, losses.cispo, GROUP | {"clip_low": 1.0, "clip_high": 4.0}),
-    "rloo": Recipe(peers, losses.rloo, {}),
-    "reinforce": Recipe(relative, losses.reinforce, GROUP | {"scale": "none"}),
-    "reinforce_pp": Recipe(over_batch, losses.reinforce_pp, CLIP, compares=False),
-    "reinforce_pp_baseline": Recipe(centred, losses.reinforce_pp, CLIP),
+    "cispo": Recipe(relative, losses.cispo, GROUP | CREDIT | {"clip_low": 1.0, "clip_high": 4.0}),
+    "sapo": Recipe(
+        relative, losses.sapo, GROUP | CREDIT | {"tau_pos": 1.0, "tau_neg": 1.05}, "sequence"
+    ),
+    "rloo": Recipe(peers, losses.rloo, CREDIT),
+    "reinforce": Recipe(relative, losses.reinforce, GROUP | CREDIT | {"scale": "none"}),
+    "reinforce_pp": Recipe(over_batch, losses.reinforce_pp, CLIP | CREDIT, compares=False),
+    "reinforce_pp_baseline": Recipe(centred, losses.reinforce_pp, CLIP | CREDIT),
     "k15": Recipe(unscaled, losses.k15, {"tau": 0.01}, pulled=True),
-    "k25": Recipe(unscaled, losses.k25, WINDOW, pulled=True),
+    "k25": Recipe(unscaled, losses.k25, WINDOW | CREDIT, pulled=True),
 }
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from ..policy.images import Placed
+from ..policy.routing import Routes
 from ..rollout.types import Group, Trajectory
 from .advantages import equal
 from .algorithms import AdvantageFunction, Flat
+from .credit import Credit, turn_advantages
+from .shaping import Shaping
 from .types import MicroBatch, Sample, Share
 
 
@@ -23,8 +27,7 @@ class BatchStats:
 
     ``groups_without_variance`` have equal rewards, however they are learned from;
     ``groups_left_out`` teach nothing, those whose episodes all failed among them.
-    ``reward_mean`` and ``success`` are over episodes with a reward, nan if there are none;
-    ``oldest_version`` is the oldest weight version of any trained token, -1 if none is trained.
+    ``reward_mean`` and ``success`` are over episodes with a reward, nan if there are none.
     """
 
     groups: int
@@ -35,11 +38,21 @@ class BatchStats:
     reward_mean: float
     success: float
     trained_tokens: int
-    oldest_version: int
+    tokens_of_version: Mapping[int, int]  # trained tokens by the version that sampled them
+    shaping: float | None = None  # mean of what shaping added to rewards
+
+    def staleness(self, version: int) -> dict[str, float]:
+        """How many versions trained tokens lag behind ``version``: the share of each lag, and the
+        largest one."""
+        lags = {version - v: n for v, n in sorted(self.tokens_of_version.items(), reverse=True)}
+        shares = {f"staleness_{lag}": n / self.trained_tokens for lag, n in lags.items()}
+        return {**shares, "staleness_max": max(lags)} if lags else {}
 
     def metrics(self) -> dict[str, float]:
         """The same as metric names."""
+        shaped = {} if self.shaping is None else {"reward_shaping": self.shaping}
         return {
+            **shaped,
             "groups": self.groups,
             "groups_without_variance": self.groups_without_variance,
             "groups_left_out": self.groups_left_out,
@@ -52,7 +65,12 @@ class BatchStats:
 
 
 def samples_of_groups(
-    groups: Sequence[Group], advantages: AdvantageFunction | None, flat: Flat = "left_out"
+    groups: Sequence[Group],
+    advantages: AdvantageFunction | None,
+    flat: Flat = "left_out",
+    *,
+    credit: Credit = "trajectory",
+    shaping: Shaping | None = None,
 ) -> tuple[list[list[Sample]], BatchStats]:
     """Samples of each group that can be learned from, and statistics over all of them.
 
@@ -61,6 +79,9 @@ def samples_of_groups(
     token mean, unless they are ``"counted"``: a mean over sequences divides by theirs too, but all
     are left out where no group has an advantage. If ``"learned"`` none is left out, nor without
     ``advantages``: then samples have rewards, for a critic.
+
+    Rewards are changed by ``shaping`` first; of what they then are, each turn has its own share, or
+    with ``credit="trajectory"`` all tokens have the same.
     """
     by_task: dict[str, list[Trajectory]] = {}
     for group in groups:
@@ -69,26 +90,34 @@ def samples_of_groups(
     trajectories = [t for group in siblings for t in group]
     rewards = np.array([_reward(t) for t in trajectories])
     ids = np.repeat(np.arange(len(siblings)), [len(group) for group in siblings])
-    values = np.zeros(len(rewards))
-    if advantages is not None:
-        values = advantages(torch.from_numpy(rewards), torch.from_numpy(ids)).numpy()
     valid = np.isfinite(rewards)
-    everything = advantages is None or flat == "learned" or (flat == "counted" and values.any())
+    extra = np.zeros(len(rewards))
+    if shaping is not None:
+        lengths = [sum(s.sampled * len(s.token_ids) for s in t.segments) for t in trajectories]
+        success = [t.success for t in trajectories]
+        given = (torch.from_numpy(rewards), torch.tensor(lengths), torch.tensor(success))
+        extra = shaping(*given, torch.from_numpy(ids)).numpy() - rewards
+    values = _advantages(trajectories, ids, rewards, extra, advantages, credit)
+    some = any(own.any() for own in values)
+    everything = advantages is None or flat == "learned" or (flat == "counted" and some)
     equal_rewards = 0
     kept: list[list[Sample]] = []
-    versions: list[int] = []
+    versions: Counter[int] = Counter()
     for number in range(len(siblings)):
         members = np.flatnonzero((ids == number) & valid)
         if len(members):
-            own = torch.from_numpy(rewards[members])
+            own = torch.from_numpy((rewards + extra)[members])
             equal_rewards += equal(own.min(), own.max())
-        if not (len(members) if everything else values[members].any()):
+        if not (len(members) if everything else any(values[i].any() for i in members)):
             continue
-        samples = [_sample(int(i), trajectories[i], float(values[i])) for i in members]
+        samples = [_sample(int(i), trajectories[i], values[i]) for i in members]
         if advantages is None:
-            samples = [_with_rewards(sample, trajectories[sample.id]) for sample in samples]
+            samples = [_with_rewards(s, trajectories[s.id], extra[s.id]) for s in samples]
         samples = [sample for sample in samples if sample.loss_mask.any()]
-        versions += [int(v[v >= 0].min()) for v in (trajectories[s.id].versions for s in samples)]
+        for sample in samples:
+            versions.update(
+                trajectories[sample.id].versions[: len(sample)][sample.loss_mask].tolist()
+            )
         if samples:
             kept.append(samples)
     stats = BatchStats(
@@ -100,9 +129,17 @@ def samples_of_groups(
         reward_mean=float(rewards[valid].mean()) if valid.any() else math.nan,
         success=_mean([t.success for t, v in zip(trajectories, valid, strict=True) if v]),
         trained_tokens=sum(int(s.loss_mask.sum()) for group in kept for s in group),
-        oldest_version=min(versions, default=-1),
+        tokens_of_version=dict(versions),
+        shaping=None if shaping is None else _mean(extra[valid].tolist()),
     )
     return kept, stats
+
+
+def routes_known(groups: Sequence[list[Sample]]) -> float:
+    """Share of tokens, trained or not, whose routes the rollout recorded."""
+    samples = [sample for group in groups for sample in group]
+    known = sum(int(s.routes.known.sum()) for s in samples if s.routes is not None)
+    return known / sum(map(len, samples))
 
 
 def samples_of_text(sequences: Iterable[np.ndarray]) -> list[Sample]:
@@ -148,28 +185,65 @@ def _reward(trajectory: Trajectory) -> float:
     return math.nan if trajectory.reward is None else float(trajectory.reward)
 
 
+def _advantages(
+    trajectories: Sequence[Trajectory],
+    ids: np.ndarray,
+    rewards: np.ndarray,
+    extra: np.ndarray,
+    advantages: AdvantageFunction | None,
+    credit: Credit,
+) -> list[np.ndarray]:
+    """Advantages of the turns of each trajectory, or one for all of them; zeros for a critic. What
+    is ``extra`` to a trajectory's reward belongs to its last turn."""
+    if advantages is None or not trajectories:
+        return [np.zeros(1) for _ in trajectories]
+    groups = torch.from_numpy(ids)
+    if credit == "trajectory":
+        return list(advantages(torch.from_numpy(rewards + extra), groups).numpy()[:, None])
+    turns = []
+    for trajectory, reward, more in zip(trajectories, rewards, extra, strict=True):
+        number = _turns(trajectory)
+        sampled = number >= 0
+        own = np.bincount(number[sampled], trajectory.rewards[sampled]).astype(np.float64)
+        own[-1:] += more
+        turns.append(torch.from_numpy(own if np.isfinite(reward) else np.full_like(own, np.nan)))
+    return [own.numpy() for own in turn_advantages(turns, groups, advantages, credit)]
+
+
+def _turns(trajectory: Trajectory) -> np.ndarray:
+    """Which turn sampled each token, from 0, and -1 on given ones [T]."""
+    number = np.cumsum([segment.sampled for segment in trajectory.segments]) - 1
+    own = [n if s.sampled else -1 for n, s in zip(number, trajectory.segments, strict=True)]
+    return np.repeat(np.array(own, np.int64), [len(s.token_ids) for s in trajectory.segments])
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def _sample(number: int, trajectory: Trajectory, advantage: float) -> Sample:
+def _sample(number: int, trajectory: Trajectory, advantages: np.ndarray) -> Sample:
+    """A trajectory up to its last trained token, with the advantages of its turns, or one."""
     mask = trajectory.loss_mask.copy()
     mask[:1] = False  # nothing predicts the first token
     trained = np.flatnonzero(mask)
     end = int(trained[-1]) + 1 if len(trained) else 0  # nothing after it matters to the loss
     mask = mask[:end]
+    routes = trajectory.routes
+    of_tokens = advantages if len(advantages) == 1 else advantages[_turns(trajectory)[:end]]
     return Sample(
         id=number,
         token_ids=trajectory.token_ids[:end].astype(np.int64),
         loss_mask=mask,
         behavior_logprobs=np.where(mask, trajectory.logprobs[:end], 0).astype(np.float32),
-        advantages=np.where(mask, advantage, 0).astype(np.float32),
+        advantages=np.where(mask, of_tokens, 0).astype(np.float32),
         images=tuple(image for image in trajectory.images if image.start < end),
+        routes=None if routes is None else routes.first(end),
     )
 
 
-def _with_rewards(sample: Sample, trajectory: Trajectory) -> Sample:
+def _with_rewards(sample: Sample, trajectory: Trajectory, extra: float) -> Sample:
     rewards = trajectory.rewards[: len(sample)]
+    rewards[-1:] += extra
     return replace(sample, rewards=rewards, terminated=trajectory.terminated)
 
 
@@ -219,4 +293,5 @@ def _pack(samples: Sequence[Sample]) -> MicroBatch:
         ),
         rewards=np.concatenate(rewards) if rewards else None,
         terminated=np.array([s.terminated for s in samples]) if rewards else None,
+        routes=Routes.join([s.routes for s in samples], lengths),
     )

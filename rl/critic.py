@@ -38,17 +38,21 @@ class Judged:
     returns: Tensor
 
 
-def judge(batch: MicroBatch, values: Tensor, last: Tensor, critic: Critic) -> Judged:
+def judge(
+    batch: MicroBatch, values: Tensor, last: Tensor, critic: Critic, more: Tensor | None = None
+) -> Judged:
     """Advantages of the trained tokens from their ``values`` [R] and those behind each sequence's
-    last token, ``last`` [N]: where the episode was cut off, that is what was to come."""
+    last token, ``last`` [N]: where the episode was cut off, that is what was to come. ``more`` [R]
+    is added to their rewards."""
     assert batch.rewards is not None and batch.terminated is not None
     values, last = values.double(), last.double()
     positions = np.flatnonzero(batch.loss_mask)
     of = np.searchsorted(batch.cu_seqlens, positions, side="right") - 1  # sequence of each token
     ends = torch.from_numpy(np.append(of[1:] != of[:-1], True)).to(values.device)
     finished = torch.from_numpy(batch.terminated[of]).to(values.device)
+    rewards = torch.from_numpy(batch.rewards[positions]).to(values.device)
     advantages = gae(
-        torch.from_numpy(batch.rewards[positions]).to(values.device),
+        rewards if more is None else rewards + more,
         values,
         ends & finished,
         ends & ~finished,

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from ..configs.schema import LearnerConfig
 from ..policy.weights import WeightManifest
+from .gradients import grad_norm, part_norms, parts_of
 from .optimizer import (
     is_vector,
     lay_out,
@@ -49,10 +50,11 @@ BUCKET_ELEMENTS = 50_000_000  # gradients reduced at once
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Outcome of an optimizer step: the gradient norm before clipping, and the first tensor whose
-    gradient was not finite; where there is one, nothing was changed."""
+    """Outcome of an optimizer step: the gradient norm before clipping, of all and of each part, and
+    the first tensor whose gradient was not finite; where there is one, nothing was changed."""
 
     grad_norm: float
+    part_norms: Mapping[str, float]
     bad_tensor: str | None
 
     @property
@@ -121,6 +123,7 @@ class Engine:
         # The names are taken before ZeRO 3 replaces the tensors by shards.
         self.manifest = WeightManifest.of(policy.state_dict())
         self._parameters = {n: p for n, p in policy.named_parameters() if p.requires_grad}
+        self._parts = {n: p for n, p in parts_of(policy).items() if n in self._parameters}
         muon = config.optimizer == "muon"
         self._moments = {
             name: moment_keys(muon and uses_muon(name, parameter))
@@ -151,10 +154,11 @@ class Engine:
     @torch.no_grad()
     def step(self) -> StepResult:
         """Clip and apply the accumulated gradient, or drop it when it is not finite."""
-        norm = self._grad_norm()
+        norm = grad_norm(self._engine, self.stage, self._parameters)
+        parts = part_norms(self._engine, self.stage, self._parameters, self._parts, self.all_reduce)
         bad = None if math.isfinite(norm) else self._first_bad_tensor()
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = self.scheduled_lr()
+            group["lr"] = self.scheduled_lr() * group["lr_factor"]
         if self.stage > 0:
             self._engine.step()  # clips; drops a gradient whose norm is not finite
             assert self._engine.was_step_applied() == (bad is None)
@@ -173,7 +177,7 @@ class Engine:
             # Else a parameter that gets no gradient in the next first micro-batch would keep this.
             self._engine.optimizer.grad_partitions_flat_buffer.zero_()
         self.applied_steps += bad is None
-        return StepResult(norm, bad)
+        return StepResult(norm, parts, bad)
 
     def scheduled_lr(self) -> float:
         """Learning rate of the next step: linear warm-up over the steps that were applied."""
@@ -338,19 +342,6 @@ class Engine:
             names.append(spec.name)
             total += spec.nbytes
         yield names
-
-    def _grad_norm(self) -> float:
-        """Norm of the reduced gradient, alike on every rank; inf or nan if anything in it is."""
-        if self.stage == 0:
-            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-            return float(torch.nn.utils.get_total_norm(gradients, foreach=True))
-        optimizer = self._engine.optimizer
-        if self.stage == 3:
-            groups = torch.stack([norm.float() for norm in optimizer._get_norm_groups()])
-            # DeepSpeed reports a norm that is not finite as -1
-            return float(groups.norm()) if bool((groups >= 0).all()) else math.inf
-        norm = float(optimizer.scaled_global_norm())
-        return norm if norm >= 0 else math.inf
 
     def _first_bad_tensor(self) -> str:
         """The first parameter whose gradient is not finite, or else the one of largest norm."""

@@ -2,7 +2,8 @@
 
 The routing thresholds are part of the policy but not of its gradient. Their statistics come from
 the training forwards of one optimizer step and from nothing else: backward (which may recompute
-forwards), scoring and evaluation run outside of the counting context, padding batches too.
+forwards), scoring and evaluation run outside of the counting context, padding batches too. Under
+routing replay they come from a forward of their own, which routes freely.
 """
 
 from __future__ import annotations
@@ -20,10 +21,18 @@ from ..configs.errors import RunFailed, UserError
 from ..configs.schema import LearnerConfig
 from ..policy.images import Placed
 from ..policy.qk_clip import clip_factors, forget, logit_maxima, watched_logits
+from ..policy.routing import Routes
+from ..policy.thresholds import ThresholdRule, make_rule
+from . import diagnostics
 from .algorithms import LossFunction
 from .critic import Critic, Judged, judge, whiten_over_ranks, with_values
 from .engine import Engine
+from .penalties import to_go
+from .reference import Reference
+from .replay import Replay
 from .types import LossOutput, MicroBatch, Share, UpdateResult
+
+DECAY = 0.9  # of thresholds that follow an average
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +47,43 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What the policy said of a micro-batch before the update: log-probs of its trained tokens [R],
-    and what a critic made of their rewards."""
+    """What was said of a micro-batch before the update: log-probs of its trained tokens [R] by the
+    policy and by the reference, what a critic made of their rewards, or what to add to their
+    advantages, and the routes, if they are to be replayed."""
 
-    logprobs: Tensor
-    judged: Judged | None
+    logprobs: Tensor | None = None
+    judged: Judged | None = None
+    reference: Tensor | None = None
+    bonus: Tensor | None = None
+    routes: Routes | None = None
 
 
 class Learner:
     """Optimizer steps on packed micro-batches; every rank calls every method, in the same order."""
 
-    def __init__(self, policy: torch.nn.Module, config: LearnerConfig, temperature: float) -> None:
+    def __init__(
+        self,
+        policy: torch.nn.Module,
+        config: LearnerConfig,
+        temperature: float,
+        reference: Reference | None = None,
+    ) -> None:
+        self.reference = reference
         self.engine = Engine(policy, config)
         self.policy: _Policy = policy  # type: ignore[assignment]
         self.config = config
         self.temperature = temperature
         self.version = 0
         self.skipped_in_a_row = 0
+        self.threshold_version = 0  # steps that set the routing thresholds
+        decay = DECAY if config.threshold_decay is None else config.threshold_decay
+        self.policy.threshold_rule = make_rule(config.thresholds, decay)
         if config.qk_clip is not None and not logit_maxima(policy):
             raise UserError(
                 f"learner.qk_clip={config.qk_clip:g} would have no effect: the policy has no "
                 "latent attention; leave it out"
             )
+        self.replay = Replay(policy, config)
 
     def update(
         self,
@@ -82,8 +106,9 @@ class Learner:
         bad_tensor: str | None = None
         before: Sequence[Sequence[Before | None]]
         # With a single step the forward that learns gives the log-probs itself.
-        if critic is not None or (decoupled and len(steps) > 1):
-            before = self._before(steps, critic)
+        proximal = (decoupled and len(steps) > 1) or self.replay.wants_pass_before(len(steps))
+        if critic is not None or self.reference is not None or proximal:
+            before = self._before(steps, critic, proximal)
         else:
             before = [[None] * len(share.micro_batches) for share in steps]
         for share, known in zip(steps, before, strict=True):
@@ -92,7 +117,9 @@ class Learner:
             bad_tensor = bad_tensor or bad
         applied = [values for values in metrics if values["skipped_steps"] == 0]
         self.version += bool(applied)
-        result = {k: _combined(k, [m[k] for m in applied or metrics]) for k in metrics[0]}
+        told = applied or metrics
+        names = dict.fromkeys(name for values in told for name in values)
+        result = {k: _combined(k, [m[k] for m in told if k in m]) for k in names}
         result["skipped_steps"] = len(metrics) - len(applied)
         if "log_ratio_abs" in metrics[0]:
             result["log_ratio_first"] = metrics[0]["log_ratio_abs"]
@@ -123,10 +150,15 @@ class Learner:
         self.engine.all_reduce([total])
         return float(total) / share.denominator
 
-    def _before(self, steps: Sequence[Share], critic: Critic | None) -> list[list[Before]]:
-        """What is known before the update of each micro-batch, uncounted and without gradient."""
+    def _before(
+        self, steps: Sequence[Share], critic: Critic | None, proximal: bool
+    ) -> list[list[Before]]:
+        """What is known before the update of each micro-batch, uncounted and without gradient;
+        log-probs of the policy for a critic, or if they are wanted as ``proximal`` ones."""
         with torch.no_grad():
-            known = [[self._known(b, critic) for b in share.micro_batches] for share in steps]
+            known = [
+                [self._known(b, critic, proximal) for b in share.micro_batches] for share in steps
+            ]
         if critic is None:
             return known
         own = [b.judged for part in known for b in part if b.judged is not None]
@@ -136,16 +168,28 @@ class Learner:
             for part in known
         ]
 
-    def _known(self, batch: MicroBatch, critic: Critic | None) -> Before:
+    def _known(self, batch: MicroBatch, critic: Critic | None, proximal: bool) -> Before:
+        positions = _positions(batch)
+        reference = rewards = None
+        if self.reference is not None:
+            reference, rewards = self.reference.score(batch, positions)
+        bonus = None
+        if critic is None and rewards is not None:
+            bonus = to_go(rewards, self._tensor(batch.sequence_ids[positions]))
+        if critic is None and not proximal:
+            return Before(None, None, reference, bonus)
+        count = len(positions)
+        more = None if critic is None else batch.cu_seqlens[1:] - 1
+        out, routes = self.replay.first_pass(
+            batch, lambda: self._forward(batch, last=False, more=more)
+        )
         if critic is None:
-            return Before(self._forward(batch, last=False).logprobs, None)
-        count = len(_positions(batch))
-        out = self._forward(batch, last=False, more=batch.cu_seqlens[1:] - 1)
+            return Before(out.logprobs, None, reference, bonus, routes)
         assert out.values is not None, "a critic needs a value head"
         judged = None
         if not batch.padding:
-            judged = judge(batch, out.values[:count], out.values[count:], critic)
-        return Before(out.logprobs[:count], judged)
+            judged = judge(batch, out.values[:count], out.values[count:], critic, rewards)
+        return Before(out.logprobs[:count], judged, reference, routes=routes)
 
     def _optimizer_step(
         self,
@@ -154,28 +198,42 @@ class Learner:
         before: Sequence[Before | None],
         critic: Critic | None,
     ) -> tuple[dict[str, float], str | None]:
-        outputs = []
+        outputs: list[LossOutput] = []
+        tally = torch.zeros(diagnostics.SIZE, dtype=torch.float64, device=self.engine.device)
+        passed = before[0] is not None and before[0].logprobs is not None
+        replaying = self.replay.active(passed)
         for number, (batch, known) in enumerate(zip(share.micro_batches, before, strict=True)):
             last = number == len(share.micro_batches) - 1
-            with ExitStack() as counting:
-                if not batch.padding:
-                    counting.enter_context(self.policy.routing_statistics())
-                    if self.config.qk_clip is not None:
-                        counting.enter_context(watched_logits(self.engine.policy))
-                out = self._forward(batch, last)
-            output = self._loss(batch, out, loss, share, known, critic)
-            self.engine.backward(output.loss)
+            routes = self.replay.routes(batch, None if known is None else known.routes)
+            if replaying:
+                self.replay.count_free(batch, routes, lambda b=batch: self._forward(b, last=False))
+            with self.replay.taking(routes):  # in backward too, which may compute forwards again
+                with ExitStack() as counting:
+                    if not batch.padding:
+                        counting.enter_context(self.policy.routing_statistics())
+                        if self.config.qk_clip is not None:
+                            counting.enter_context(watched_logits(self.engine.policy))
+                    out = self._forward(batch, last)
+                output, advantages = self._loss(batch, out, loss, share, known, critic)
+                tally += self._tally(batch, out, advantages)
+                self.engine.backward(output.loss)
             outputs.append(output)
         metrics = self._reduced(outputs)
+        if outputs[0].maxima:  # it compares policies
+            self.engine.all_reduce([tally])
+            metrics |= diagnostics.metrics(tally.tolist())
         metrics["lr"] = self.engine.scheduled_lr()
         result = self.engine.step()
         metrics["grad_norm"] = result.grad_norm
+        metrics |= {f"grad_norm_{part}": norm for part, norm in result.part_norms.items()}
         metrics["skipped_steps"] = float(not result.applied)
         if result.applied:
             self.skipped_in_a_row = 0
             self.engine.all_reduce(self.policy.routing_counts())
-            loads = self.policy.update_thresholds()
-            metrics["expert_load_max"] = max(loads, default=1.0)
+            if replaying:
+                metrics |= _loads("replayed_load", self.policy.replayed_loads())
+            metrics |= _loads("expert_load", self.policy.update_thresholds())
+            self.threshold_version += self.config.thresholds != "freeze"
         else:
             self.policy.clear_routing_counts()
             metrics["expert_load_max"] = float("nan")
@@ -232,14 +290,19 @@ class Learner:
         share: Share,
         before: Before | None,
         critic: Critic | None,
-    ) -> LossOutput:
-        """The objective on the trained tokens alone, with the entropy among its metrics."""
+    ) -> tuple[LossOutput, Tensor]:
+        """The objective on the trained tokens alone, with the entropy among its metrics, and the
+        advantages that it was given [R]."""
         positions = _positions(batch)
         mask = self._tensor(batch.loss_mask[positions])
         advantages = self._tensor(batch.advantages[positions])
-        judged = before.judged if before is not None else None
+        before = before or Before()
+        judged = before.judged
         if judged is not None:
             advantages = judged.advantages.float()
+        elif before.bonus is not None:
+            advantages = advantages + before.bonus
+        pulled = {} if before.reference is None else {"reference_logprobs": before.reference}
         output = loss(
             out.logprobs,
             self._tensor(batch.behavior_logprobs[positions]),
@@ -249,7 +312,8 @@ class Learner:
             denominator=share.denominator,
             sequences=share.sequences,
             entropy=out.entropy,
-            proximal_logprobs=None if before is None else before.logprobs,
+            proximal_logprobs=before.logprobs,
+            **pulled,
         )
         if critic is not None:
             assert out.values is not None, "a critic needs a value head"
@@ -257,7 +321,19 @@ class Learner:
             known = judged or Judged(none, none, none)
             output = with_values(output, critic, out.values, known, mask, share.denominator)
         spread = torch.where(mask, out.entropy.detach(), 0.0).sum() / share.denominator
-        return LossOutput(output.loss, {**output.metrics, "entropy": spread}, output.maxima)
+        told = LossOutput(output.loss, {**output.metrics, "entropy": spread}, output.maxima)
+        return told, advantages
+
+    def _tally(self, batch: MicroBatch, out: Rows, advantages: Tensor) -> Tensor:
+        positions = _positions(batch)
+        return diagnostics.tally(
+            batch,
+            positions,
+            out.logprobs,
+            self._tensor(batch.behavior_logprobs[positions]),
+            advantages,
+            self._tensor(batch.loss_mask[positions]),
+        )
 
     def _reduced(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
         """Metrics of the step over all micro-batches and ranks."""
@@ -282,6 +358,12 @@ def _combined(name: str, values: Sequence[float]) -> float:
     return float(np.max(values) if name.endswith("_max") else np.mean(values))
 
 
+def _loads(name: str, loads: Sequence[float]) -> dict[str, float]:
+    """Max / mean load of each layer with experts, in their order, and the largest."""
+    own = {f"{name}_layer_{number}": load for number, load in enumerate(loads)}
+    return {f"{name}_max": max(loads, default=1.0), **own}
+
+
 def _positions(batch: MicroBatch) -> np.ndarray:
     """Trained positions; position 1 of a padding batch, whose mask keeps it out of the loss."""
     return np.array([1]) if batch.padding else np.flatnonzero(batch.loss_mask)
@@ -290,11 +372,15 @@ def _positions(batch: MicroBatch) -> np.ndarray:
 class _Policy(Protocol):
     """What the learner needs of a policy beyond its forward."""
 
+    threshold_rule: ThresholdRule
+
     def image_inputs(self, images: Sequence[Placed]) -> dict[str, Any]: ...
 
     def routing_statistics(self, valid: Tensor | None = None) -> AbstractContextManager[None]: ...
 
     def routing_counts(self) -> list[Tensor]: ...
+
+    def replayed_loads(self) -> list[float]: ...
 
     def update_thresholds(self) -> list[float]: ...
 

@@ -12,7 +12,8 @@ call where a ratio is one of sequences.
 Metrics of all that compare two policies: ``ratio``, ``log_ratio_abs`` and ``log_ratio_max``
 (distance of learner and sampler log-probs), ``kl`` (of the sampler from the learner, the estimator
 ratio - 1 - log ratio); of those that clip, ``clip_fraction`` (trained tokens outside of the range,
-but for those of weight 0).
+but for those of weight 0), of which ``clip_fraction_low`` were below it and ``clip_fraction_high``
+above.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def ppo_clip(
         floor = dual_clip * advantages
         surrogate = torch.where(advantages < 0, torch.maximum(surrogate, floor), surrogate)
     clipped = (surrogate != free) & mask
-    return _output(surrogate, weights, mask, denominator, log_ratio, clipped)
+    return _output(surrogate, weights, mask, denominator, log_ratio, clipped, ratio)
 
 
 def gspo(
@@ -87,7 +88,7 @@ def gspo(
     free = ratio * advantages
     surrogate = torch.minimum(free, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     clipped = (surrogate != free) & mask
-    return _output(surrogate, weights, mask, denominator, bounded(own), clipped)
+    return _output(surrogate, weights, mask, denominator, bounded(own), clipped, ratio)
 
 
 def cispo(
@@ -114,7 +115,35 @@ def cispo(
     factor = ratio.clamp(1 - clip_low, 1 + clip_high)
     kept = held(mask, weights)
     surrogate = factor * masked(advantages, mask) * masked(logprobs, kept)
-    return _output(surrogate, weights, mask, denominator, log_ratio, (factor != ratio) & kept)
+    outside = (factor != ratio) & kept
+    return _output(surrogate, weights, mask, denominator, log_ratio, outside, ratio)
+
+
+def sapo(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    sequence_ids: Tensor,
+    denominator: int,
+    weights: Tensor | None = None,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> LossOutput:
+    """``-sigmoid(tau * (ratio - 1)) * 4 / tau * A``: a soft gate in place of the clip.
+
+    SAPO, arXiv:2511.20347, and TRL 1.16: at ratio 1 the gradient is that of the ratio itself, and
+    fades on both sides, faster with a larger tau; ``tau_pos`` is that of positive advantages,
+    ``tau_neg`` that of all others.
+    """
+    check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
+    advantages = masked(advantages, mask)
+    ratio = masked(log_ratio, held(mask, weights)).exp()
+    tau = torch.where(advantages > 0, tau_pos, tau_neg)
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return _output(gate * advantages, weights, mask, denominator, log_ratio, None)
 
 
 def k25(
@@ -144,7 +173,8 @@ def k25(
     ratio = bounded(own).exp()
     window = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = window * masked(advantages, mask) - tau * own.square()
-    return _output(surrogate, weights, mask, denominator, log_ratio, (window != ratio) & mask)
+    outside = (window != ratio) & mask
+    return _output(surrogate, weights, mask, denominator, log_ratio, outside, ratio)
 
 
 def k15(
@@ -256,9 +286,15 @@ def _output(
     denominator: int,
     log_ratio: Tensor,
     clipped: Tensor | None,
+    ratio: Tensor | None = None,
 ) -> LossOutput:
-    """The loss of a surrogate that is to grow, 0 outside of the mask, with the usual metrics."""
+    """The loss of a surrogate that is to grow, 0 outside of the mask, with the usual metrics;
+    ``clipped`` tokens are those outside of a range around ratio 1."""
     metrics, maxima = distance(log_ratio, mask, denominator)
     if clipped is not None:
-        metrics = {"clip_fraction": clipped.sum() / denominator, **metrics}
+        assert ratio is not None
+        high = clipped & (ratio > 1)
+        fractions = {"": clipped, "_low": clipped & ~high, "_high": high}
+        own = {f"clip_fraction{side}": x.sum() / denominator for side, x in fractions.items()}
+        metrics = {**own, **metrics}
     return LossOutput(-mean(surrogate, weights, mask, denominator), metrics, maxima)

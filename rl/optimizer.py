@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..configs.errors import UserError
 from ..configs.schema import LearnerConfig
 from ..policy.attention import GatedMLA
 from ..policy.kda import KimiDeltaAttention
@@ -22,6 +23,12 @@ MUON_MOMENTS = ("momentum_buffer",)
 # the router. Decay would pull them towards half open gates and equal scores.
 _GATES = ("b_proj", "f_a_proj", "f_b_proj", "g_proj", "g_a_proj", "g_b_proj", "gate")
 _EMBEDDINGS = ("embed_tokens", "pos_emb")
+_ROUTER = ("gate",)
+_ATTNRES = tuple(
+    f"{place}_res_{part}"
+    for place in ("self_attention", "mlp", "output_attn")
+    for part in ("norm", "proj")
+)
 
 
 def is_vector(parameter: Tensor) -> bool:
@@ -36,8 +43,30 @@ def decays(name: str, parameter: Tensor) -> bool:
     embeddings also make large gradients behind the norm that follows. OLMo 2 (arXiv:2501.00656)
     leaves them out for the latter.
     """
-    module = name.split(".")[-2] if "." in name else ""
-    return not is_vector(parameter) and module not in (*_GATES, *_EMBEDDINGS)
+    return not is_vector(parameter) and _module(name) not in (*_GATES, *_EMBEDDINGS)
+
+
+def lr_factor(name: str, config: LearnerConfig) -> float:
+    """What the learning rate is multiplied by for a parameter."""
+    module = _module(name)
+    if module in _ROUTER:
+        return config.router_lr
+    return config.attnres_lr if module in _ATTNRES else 1.0
+
+
+def check_lr_factors(names: Iterable[str], config: LearnerConfig) -> None:
+    """UserError for a learning rate of parameters that the policy does not have."""
+    modules = {_module(name) for name in names}
+    for field, what, own in (
+        ("router_lr", "routers", _ROUTER),
+        ("attnres_lr", "mixture over depth", _ATTNRES),
+    ):
+        value = getattr(config, field)
+        if value != 1.0 and modules.isdisjoint(own):
+            raise UserError(
+                f"learner.{field}={value:g} would have no effect: the policy has no {what}; "
+                "leave it out"
+            )
 
 
 def uses_muon(name: str, parameter: Tensor) -> bool:
@@ -46,6 +75,10 @@ def uses_muon(name: str, parameter: Tensor) -> bool:
     arXiv:2502.16982)."""
     inside = ".layers." in f".{name}"
     return inside and not is_vector(parameter) and not name.endswith("_conv1d.weight")
+
+
+def _module(name: str) -> str:
+    return name.split(".")[-2] if "." in name else ""
 
 
 def moment_keys(muon: bool) -> tuple[str, ...]:
@@ -58,22 +91,23 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """The optimizer of the settings, before any engine replaces tensors by shards."""
     muon = config.optimizer == "muon"
-    sides: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for by_muon in (True, False):
-        for decayed in (True, False):
-            sides[by_muon, decayed] = []
+    check_lr_factors(parameters, config)
+    sides: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         # without any decay one group: half the collectives in ZeRO
         decayed = config.weight_decay > 0 and decays(name, parameter)
-        sides[muon and uses_muon(name, parameter), decayed].append(parameter)
+        side = muon and uses_muon(name, parameter), decayed, lr_factor(name, config)
+        sides.setdefault(side, []).append(parameter)
     groups: list[dict[str, Any]] = [
         {
             "params": members,
             "weight_decay": config.weight_decay if decayed else 0.0,
+            "lr_factor": factor,
             **({"muon": by_muon} if muon else {}),
         }
-        for (by_muon, decayed), members in sides.items()
-        if members
+        for (by_muon, decayed, factor), members in sorted(
+            sides.items(), key=lambda side: side[0], reverse=True
+        )
     ]
     kind = Muon if muon else torch.optim.AdamW
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

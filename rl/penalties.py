@@ -6,8 +6,10 @@ of the whole optimizer step. The reference is a policy that stays as it is.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from .aggregation import held, mean
@@ -15,6 +17,18 @@ from .ratio import bounded, check, difference, masked
 from .types import LossOutput
 
 Estimator = Literal["k1", "k2", "k3"]
+MAX_WEIGHT = 2.0  # of a token that another policy sampled, in the gradient of the KL
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """How training is kept near a reference: ``coefficient`` times the KL, added to the loss or
+    taken off the reward of each token."""
+
+    coefficient: float
+    where: Literal["loss", "reward"]
+    estimator: Estimator
+    gradient: Literal["right", "own"]
 
 
 def kl_estimate(
@@ -82,6 +96,24 @@ def kl_reward(
     """
     estimate = kl_estimate(logprobs, reference_logprobs, mask, estimator=estimator)
     return -coefficient * estimate.detach()
+
+
+def to_go(rewards: Tensor, sequence_ids: Tensor) -> Tensor:
+    """For every token the sum of ``rewards`` from it to the end of its sequence [T].
+
+    Sequences lie end to end, each whole.
+    """
+    check(rewards, sequence_ids)
+    lengths = torch.unique_consecutive(sequence_ids, return_counts=True)[1].tolist()
+    # Not the difference of sums over all: a NaN would reach every sequence before it.
+    parts = [part.flip(0).cumsum(0).flip(0) for part in rewards.double().split(lengths)]
+    return torch.cat([rewards[:0], *parts]).to(rewards.dtype)
+
+
+def sampled_weights(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Ratios of the policy to the one that sampled, at most `MAX_WEIGHT`, without gradient [T]."""
+    log_ratio = difference(logprobs.detach(), behavior_logprobs, mask)
+    return bounded(log_ratio).exp().clamp(max=MAX_WEIGHT)
 
 
 def entropy_bonus(entropy: Tensor, mask: Tensor, *, denominator: int) -> LossOutput:

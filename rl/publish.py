@@ -14,6 +14,7 @@ from ..policy.weights import (
     Bucket,
     PolicyVersion,
     Publication,
+    ThresholdVersion,
     WeightManifest,
     fill_buckets,
     policy_digest,
@@ -48,6 +49,9 @@ def publish(
         for _ in engine.gathered_state():
             pass
         return None
+    # Of the buffers themselves, no sharding touches them, and not of what is gathered to be sent.
+    buffers = dict(engine.policy.named_buffers())
+    thresholds = ThresholdVersion.of(learner.threshold_version, buffers)
     stored, digests = [], []
     state = (pair for pair in engine.gathered_state() if not pair[0].startswith(VALUE_PREFIX))
     filled = fill_buckets(manifest, state, config.bucket_mb << 20)
@@ -63,4 +67,5 @@ def publish(
         canary_logprobs=logprobs,
         temperature=learner.temperature,
         tolerance=config.canary_tolerance,
+        thresholds=thresholds,
     )

@@ -40,6 +40,7 @@ def save(learner: Learner, folder: Path) -> None:
         shards.finish(
             version=learner.version,
             skipped_in_a_row=learner.skipped_in_a_row,
+            threshold_version=learner.threshold_version,
             applied_steps=engine.applied_steps,
         )
     engine.barrier()
@@ -69,6 +70,8 @@ def load(learner: Learner, folder: Path) -> None:
             torch.set_rng_state(tensors[own])
     learner.version = record["version"]
     learner.skipped_in_a_row = record["skipped_in_a_row"]
+    # a state that does not say it is of a learner that set them in every step
+    learner.threshold_version = record.get("threshold_version", record["applied_steps"])
     engine.barrier()
 
 

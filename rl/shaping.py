@@ -5,8 +5,35 @@ Lengths are numbers of sampled tokens. Rewards that are not finite stay as they 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """The changes that a config asks for, in this order: `length_reward` times its coefficient,
+    `overlong` (with ``limit``), `budgeted` (with one ``budget`` for all tasks)."""
+
+    length_reward: float = 0.0
+    limit: int | None = None
+    buffer: int = 1
+    budget: int | None = None
+
+    def __call__(
+        self, rewards: Tensor, lengths: Tensor, correct: Tensor, group_ids: Tensor
+    ) -> Tensor:
+        """Rewards as they are learned from, fp64 [N]."""
+        rewards = rewards.double()
+        if self.length_reward:
+            rewards = rewards + self.length_reward * length_reward(lengths, correct, group_ids)
+        if self.limit is not None:
+            rewards = rewards + overlong(lengths, limit=self.limit, buffer=self.buffer)
+        if self.budget is not None:
+            budgets = torch.full_like(lengths, self.budget)
+            rewards = budgeted(rewards, lengths, budgets=budgets)
+        return rewards
 
 
 def overlong(lengths: Tensor, *, limit: int, buffer: int) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from ..policy.images import Placed
+from ..policy.routing import Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Sample:
 
     ``images`` are placed among the tokens. A critic wants ``rewards``, fp64 [T], in place of
     advantages, and ``terminated``, without which the future behind the last token has a value.
+    ``routes`` are those of the rollout, where it recorded them.
 
     Example, a prompt of two tokens and a completion of two with advantage -0.5::
 
@@ -35,6 +37,7 @@ class Sample:
     images: tuple[Placed, ...] = ()
     rewards: np.ndarray | None = None
     terminated: bool = True
+    routes: Routes | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -48,7 +51,7 @@ class MicroBatch:
     fp32, ``advantages`` fp32, ``sequence_ids`` int64; ``cu_seqlens`` int32 [N + 1] are the
     sequence borders. ``loss_mask[t]`` marks token t as trained: its log-prob is the prediction
     made at t - 1. ``images`` are placed among all T tokens. ``rewards`` fp64 [T] and
-    ``terminated`` bool [N] are there for a critic only.
+    ``terminated`` bool [N] are there for a critic only, ``routes`` [T] for routing replay.
 
     ``padding`` marks a batch without data of its own: it only keeps its rank in step with the
     others, adds exactly 0 to loss and gradient, and is left out of routing statistics.
@@ -64,6 +67,7 @@ class MicroBatch:
     images: tuple[Placed, ...] = ()
     rewards: np.ndarray | None = None
     terminated: np.ndarray | None = None
+    routes: Routes | None = None
 
 
 @dataclass(frozen=True, slots=True)

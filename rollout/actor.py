@@ -43,9 +43,11 @@ class RolloutActor:
         context: int,
         seed: int,
         visible_context: int | None = None,
+        record_routes: bool = False,
     ) -> None:
         self._checkpoint, self._env, self._config = checkpoint, env, rollout
         self._context, self._seed, self._visible = context, seed, visible_context
+        self._record_routes = record_routes
 
     def load(self) -> int:
         """Read the checkpoint and build one environment to see that it works; the process id.
@@ -62,7 +64,12 @@ class RolloutActor:
         policy.v_head = None  # values are the learner's
         if self._config.gpus > 0:
             policy.to(torch.device("cuda"))  # type: ignore[arg-type] - Module.to
-        self._generator = NativeGenerator(policy, self._seed, keep_states=self._config.keep_states)
+        self._generator = NativeGenerator(
+            policy,
+            self._seed,
+            keep_states=self._config.keep_states,
+            record_routes=self._record_routes,
+        )
         self._receiver = WeightReceiver(policy)
         rules = policy.config.image_rules if env.shows_images else None
         self._chat = ChatFormat(checkpoint.tokenizer, images=rules)
@@ -125,6 +132,7 @@ class RolloutPool:
         context: int,
         seed: int,
         visible_context: int | None = None,
+        record_routes: bool = False,
     ) -> None:
         self._max_error_fraction = rollout.max_error_fraction
         threads = {"OMP_NUM_THREADS": str(rollout.threads)} if rollout.threads > 0 else {}
@@ -135,8 +143,9 @@ class RolloutPool:
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": threads},
         )(RolloutActor)
-        arguments = (checkpoint, resolve_plugins(env), rollout, context, seed, visible_context)
-        self.actors: list[Any] = [actor.remote(*arguments) for _ in range(rollout.actors)]
+        own = (checkpoint, resolve_plugins(env), rollout, context, seed)
+        how = (visible_context, record_routes)
+        self.actors: list[Any] = [actor.remote(*own, *how) for _ in range(rollout.actors)]
         self.version: PolicyVersion | None = None  # None: as in the checkpoint
         try:
             self.process_ids: list[int] = _get([a.load.remote() for a in self.actors])

@@ -105,7 +105,13 @@ class _Episode:
             given = np.asarray(ids, np.int32)
             segment = Segment(given, False, _NO_LOGPROBS, _NO_VERSIONS, images)
         else:
-            segment = Segment(completion.token_ids, True, completion.logprobs, completion.versions)
+            segment = Segment(
+                completion.token_ids,
+                True,
+                completion.logprobs,
+                completion.versions,
+                routes=completion.routes,
+            )
         self.segments.append(segment)
         self.length += len(segment.token_ids)
 

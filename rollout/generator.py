@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..policy import DecodeState, Policy
 from ..policy.images import Placed
+from .routes import RouteLog
 from .sampler import sample
 from .sight import Sight
 from .types import Completion, FinishReason, GeneratorCounters, SamplingParams
@@ -53,7 +54,7 @@ class NativeGenerator:
     of its tokens say so. What else is given to a sequence from then on is read by the new weights
     alone: prompts that are half done start again, and a session makes its state anew when it is
     extended, unless ``keep_states``. ``prefill_tokens`` bounds the tokens of one forward, longer
-    prompts go in pieces.
+    prompts go in pieces. With ``record_routes`` completions have the routes of what was read.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class NativeGenerator:
         seed: int = 0,
         prefill_tokens: int = 8192,
         keep_states: bool = False,
+        record_routes: bool = False,
     ) -> None:
         self.policy = policy.eval()
         self.seed = seed
@@ -73,7 +75,7 @@ class NativeGenerator:
         self._stop_sets: dict[tuple[int, ...], int] = {}
         self._stop_table = np.zeros((0, policy.config.vocab_size), np.bool_)
         self._last_session = -1
-        self._sight = Sight(policy)
+        self._sight, self._routes = Sight(policy), RouteLog(policy, record_routes)
         self.clear()
 
     def clear(self) -> None:
@@ -82,6 +84,7 @@ class NativeGenerator:
         self._row_of: dict[int, int] = {}
         self._ids: dict[int, list[np.ndarray]] = {}  # all tokens of a session
         self._sight.clear()
+        self._routes.clear()
         self._pieces: dict[int, np.ndarray] = {}  # given tokens that the state has not seen
         self._openings: dict[int, _Opening] = {}
         self._unplaced: list[np.ndarray] = []
@@ -163,6 +166,7 @@ class NativeGenerator:
         self._closed.append(self._row_of.pop(session))
         del self._ids[session]
         self._sight.forget(session)
+        self._routes.forget(session)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
@@ -224,6 +228,7 @@ class NativeGenerator:
             if kept or rows["version"][row] == self.version:
                 continue
             ids = np.concatenate(self._ids[session])
+            self._routes.renew(session)
             self.counters.renewed_tokens += len(ids) - int(rows["todo"][row])
             assert self._state is not None
             self._state.put(self._index(np.array([row])), self._empty(1))
@@ -293,15 +298,17 @@ class NativeGenerator:
         input_ids = torch.from_numpy(ids).to(self._device)
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens.to(self._device)
-        if len(active) == len(rows):
-            out = self.policy(input_ids, cu_seqlens, self._state, last_only=True, **images)
-            self._state = out.state
-        else:
-            assert self._state is not None
-            index = self._index(active)
-            part = self._state.lend(index)
-            out = self.policy(input_ids, cu_seqlens, part, last_only=True, **images)
-            self._state.take_back(index, part)
+        mine = rows[active]
+        with self._routes.reading(mine["session"], mine["position"] - mine["todo"], take):
+            if len(active) == len(rows):
+                out = self.policy(input_ids, cu_seqlens, self._state, last_only=True, **images)
+                self._state = out.state
+            else:
+                assert self._state is not None
+                index = self._index(active)
+                part = self._state.lend(index)
+                out = self.policy(input_ids, cu_seqlens, part, last_only=True, **images)
+                self._state.take_back(index, part)
         return out.logits
 
     def _fork(self, active: np.ndarray, logits: Tensor) -> tuple[np.ndarray, Tensor]:
@@ -324,6 +331,7 @@ class NativeGenerator:
             own = slice(first, first + len(opening.sessions))
             self._rows["session"][own] = opening.sessions
             self._rows["key"][own] = np.array(opening.keys, np.uint64)
+            self._routes.fork(opening.sessions)
         self._row_of = {int(s): i for i, s in enumerate(self._rows["session"])}
         taking_part = np.zeros(len(repeats), np.bool_)
         taking_part[active] = True
@@ -361,14 +369,14 @@ class NativeGenerator:
         out = []
         for i in ended.tolist():
             row = int(active[i])
-            count = int(self._rows["count"][row])
+            count, session = int(self._rows["count"][row]), int(self._rows["session"][row])
             completion = Completion(
                 self._tokens[row, :count].copy(),
                 self._logprobs[row, :count].copy(),
                 self._versions[row, :count].copy(),
                 FinishReason.STOP if stopped[i] else FinishReason.LENGTH,
+                self._routes.take(session),
             )
-            session = int(self._rows["session"][row])
             self._ids[session].append(completion.token_ids)
             out.append((session, completion))
         return out

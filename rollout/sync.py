@@ -60,7 +60,8 @@ class WeightReceiver:
             raise self._refuse(publication, str(error)) from None
 
     def verify(self) -> None:
-        """Check that every tensor came, with the bytes that were published."""
+        """Check that every tensor came, with the bytes that were published, and that thresholds are
+        those the learner routes with."""
         publication = self._begun()
         for name in publication.manifest.names:
             if name not in self._shadow:
@@ -101,6 +102,13 @@ class WeightReceiver:
                     publication,
                     f"{name}: its bytes are not those published "
                     f"(digest {found[-1][:8]}, not {expected[:8]})",
+                )
+        for name, meant in publication.thresholds.digests:
+            if name not in tensors or digest(tensors[name]) != meant:
+                raise self._refuse(
+                    publication,
+                    f"{name}: not the threshold that the learner routes with, version "
+                    f"{publication.thresholds.number}",
                 )
         if policy_digest(publication.manifest, found) != publication.version.digest:
             raise self._refuse(

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..configs.errors import RunFailed
 from ..envs.types import StopReason
 from ..policy.images import Placed
+from ..policy.routing import Routes
 
 
 class FinishReason(StrEnum):
@@ -38,12 +40,18 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """Sampled tokens of one turn: ``token_ids`` int32 [n], ``logprobs`` fp32 [n], ``versions``
-    int32 [n] (weight version that produced each token); the stop token is included."""
+    int32 [n] (weight version that produced each token); the stop token is included.
+
+    ``routes`` [m, layers, k], packed as in `Routes`, are those of the m tokens that were read since
+    the last completion of the session: the last token of that one, what was given, and all of this
+    one but its own last token. None where they are not recorded.
+    """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     finish: FinishReason
+    routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ class Segment:
 
     ``token_ids`` int32 [n]; for sampled segments ``logprobs`` fp32 [n] and ``versions`` int32 [n]
     as in `Completion`, for given ones both are empty. ``images`` stand in given ones, placed from
-    the start of the segment.
+    the start of the segment. ``routes`` are in sampled ones, those of their `Completion`.
     """
 
     token_ids: np.ndarray
@@ -60,6 +68,7 @@ class Segment:
     logprobs: np.ndarray
     versions: np.ndarray
     images: tuple[Placed, ...] = ()
+    routes: np.ndarray | None = None
 
 
 def images_of(segments: Iterable[Segment]) -> tuple[Placed, ...]:
@@ -117,6 +126,31 @@ class Trajectory:
     def images(self) -> tuple[Placed, ...]:
         """All images, placed among the tokens."""
         return images_of(self.segments)
+
+    @property
+    def routes(self) -> Routes | None:
+        """Routes of all tokens, unknown where no generator said them, and from the last sampled
+        token on: nothing was sampled behind it. None if none are known.
+
+        RunFailed if some are not those of as many tokens as were read.
+        """
+        read, end = 0, 0
+        parts: list[Routes | None] = []
+        lengths: list[int] = []
+        for segment in self.segments:
+            end += len(segment.token_ids)
+            if not segment.sampled:
+                continue
+            rows, count = segment.routes, end - 1 - read
+            if rows is not None and len(rows) != count:
+                raise RunFailed(
+                    f"rollout of task {self.task_id}, sibling {self.sibling}: routes of "
+                    f"{len(rows)} tokens where {count} were read up to token {end - 1}"
+                )
+            parts.append(None if rows is None else Routes(rows, np.ones(count, np.bool_)))
+            lengths.append(count)
+            read = end - 1
+        return Routes.join([*parts, None], [*lengths, end - read])
 
     @property
     def loss_mask(self) -> np.ndarray:

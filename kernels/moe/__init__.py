@@ -4,11 +4,12 @@
 from .experts import grouped_experts, naive_experts, situ_glu
 from .histogram import QuantileHistogram
 from .mxfp4 import mxfp4_decode, mxfp4_encode, mxfp4_rounded
-from .route import route
+from .route import mixing_weights, route
 
 __all__ = [
     "QuantileHistogram",
     "grouped_experts",
+    "mixing_weights",
     "mxfp4_decode",
     "mxfp4_encode",
     "mxfp4_rounded",

@@ -52,14 +52,18 @@ def grouped_experts(
     experts: torch.Tensor,
     weights: torch.Tensor,
     activation: tuple[float, float] | None,
+    dense: bool | None = None,
 ) -> torch.Tensor:
     """Weighted sum of each token's experts, in the order of its routes.
 
     ``x [T, D]``, ``w1, w3 [E, I, D]``, ``w2 [E, D, I]``, ``experts [T, k]``, ``weights [T, k]`` ->
-    ``[T, D]``. ``activation`` holds SiTU's two bounds; None is SwiGLU.
+    ``[T, D]``. ``activation`` holds SiTU's two bounds; None is SwiGLU. ``dense`` runs all
+    experts on all tokens; None does so for few tokens without gradients. It rounds differently.
     """
     num_experts, tokens, k = len(w1), len(x), experts.shape[1]
-    if not torch.is_grad_enabled() and tokens * num_experts <= DENSE_ELEMENTS:
+    if dense is None:
+        dense = not torch.is_grad_enabled() and tokens * num_experts <= DENSE_ELEMENTS
+    if dense:
         shared = x.expand(num_experts, tokens, x.shape[1])
         inner = _activate(
             torch.bmm(shared, w1.transpose(1, 2)), torch.bmm(shared, w3.transpose(1, 2)), activation

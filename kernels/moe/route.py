@@ -26,5 +26,11 @@ def route(
     ranked, order = biased.sort(dim=-1, descending=True, stable=True)
     experts = order[:, :k]
     cutoff = ranked[:, k] if k < num_experts else ranked.new_full((len(ranked),), -torch.inf)
-    chosen = scores.gather(-1, experts)
-    return experts, chosen / (chosen.sum(-1, keepdim=True) + 1e-20), cutoff
+    return experts, mixing_weights(scores, experts), cutoff
+
+
+def mixing_weights(scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Weights ``[T, k]``, fp32 or wider, of ``experts [T, k]``, however those were chosen: their
+    unbiased ``scores [T, E]``, renormalised. Differentiable in ``scores``."""
+    chosen = widen(scores).gather(-1, experts)
+    return chosen / (chosen.sum(-1, keepdim=True) + 1e-20)

@@ -135,6 +135,16 @@ def test_out_of_bounds_is_one_line(schema: type, override: str, message: str) ->
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("schema", [TrainConfig, StageConfig])
+def test_a_decay_of_thresholds_that_do_not_average_is_refused(schema: type) -> None:
+    config = load_config(schema, None, [*BASE[schema], "learner.threshold_decay=0.5"])
+    check_bounds(override_config(config, ["learner.thresholds=ema"]))
+    with pytest.raises(
+        UserError, match=r"^learner.threshold_decay=0.5 is of learner.thresholds=ema"
+    ):
+        check_bounds(config)
+
+
 @pytest.mark.parametrize(("schema", "prefix"), [(TrainConfig, "learner."), (SftConfig, "")])
 def test_ranks_do_not_share_a_gpu(schema: type, prefix: str) -> None:
     """A rollout actor may share one, and so may a learner of one rank."""

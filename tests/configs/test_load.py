@@ -374,3 +374,17 @@ def test_every_shipped_preset_loads() -> None:
                 with pytest.raises(UserError, match=f"{given[0].split('=')[0]} is missing"):
                     load_config(schema, path.stem, [])
             assert len(path.read_text().splitlines()) <= 40
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p", "repetition_penalty"])
+def test_a_filter_of_the_distribution_is_refused_with_the_reason(name: str) -> None:
+    """C05: the learner would score another distribution than the one that was sampled."""
+    with pytest.raises(UserError) as caught:
+        load_config(TrainConfig, None, [f"rollout.{name}=0.9"])
+    assert str(caught.value) == (
+        f"unknown key rollout.{name} on the command line: rollout samples from the whole "
+        "distribution, which is the one that the learner scores; leave it out, or set "
+        "rollout.temperature"
+    )
+    with pytest.raises(UserError, match=f"^unknown key algorithm.{name} .*known: "):
+        load_config(TrainConfig, None, [f"algorithm.{name}=0.9"])

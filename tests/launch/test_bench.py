@@ -98,6 +98,7 @@ def test_wrong_updates_are_no_measurement() -> None:
         (["grpo", "step=2"], "unknown key step on the command line; did you mean steps?"),
         (["grpo", "learner.minibatches=2"], "learner.minibatches must be 1"),
         (["grpo", "learner.decay=0.5"], "learner.decay=0.5 would have no effect"),
+        (["grpo", "learner.replay=learner"], "learner.replay=learner would have no effect"),
         (["grpo", "rollout.keep_states=true"], "rollout.keep_states=true would have no effect"),
         (["kda", "repeats=0"], "repeats=0 must be at least 1"),
         (["kda", "shapes=[8192]"], "shapes on the command line: 8192 is a number"),

@@ -90,6 +90,18 @@ class Learner:
         folder.mkdir()
 
 
+def played(groups: list[Group], stale: int = 0, errors: int = 0, rounds: int = 1) -> train.Played:
+    """A rollout whose first ``stale`` groups are too old."""
+    return train.Played(groups, groups[stale:], RolloutStats(errors=errors), rounds)
+
+
+def two_tokens(task: str, reward: float, version: int = 0, sibling: int = 0) -> Trajectory:
+    two = np.zeros(2, np.int32)
+    sampled = Segment(two, True, np.zeros(2, np.float32), two + version)
+    stop = StopReason.TERMINATED
+    return Trajectory(task, sibling, (sampled,), (reward,), reward, False, stop, 1)
+
+
 Start = Callable[..., train.Job]
 
 
@@ -126,19 +138,68 @@ def test_no_batch_is_played_that_no_step_needs(start: Start, ahead: int) -> None
     assert pool.submitted == [f"echo-v0/train/{index}" for index in (0, 2, 4)]
 
 
+class Uneven(Pool):
+    """Batches of two groups of which the given numbers have reward variance."""
+
+    def __init__(self, teaching: Sequence[int]) -> None:
+        super().__init__()
+        self.teaching = teaching
+
+    def collect(self, refs: Sequence[Any]) -> tuple[list[Group], RolloutStats]:
+        flat = 2 - self.teaching[self.collected]
+        self.collected += 1
+        names = [f"{self.collected}{letter}" for letter in "ab"]
+        groups = [
+            Group(name, tuple(two_tokens(name, float(i and at >= flat), 0, i) for i in range(2)))
+            for at, name in enumerate(names)
+        ]
+        return groups, RolloutStats(episodes=4, seconds=2.0)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_rollout_goes_on_until_enough_groups_teach_or_the_bound(
+    start: Start, capsys: pytest.CaptureFixture[str], ahead: int
+) -> None:
+    """Rounds of 2, 3 (the bound, one group short) and 1: each task is played once, in order."""
+    pool = Uneven([1, 2, 0, 0, 1, 2, 0])
+    job = start(pool, max_staleness=ahead, algorithm=AlgorithmConfig(name="dapo", extra_rounds=2))
+    learner: Any = job.learner
+    update, seen = learner.update, []
+
+    def kept(groups: Sequence[Group]) -> int:
+        return len(samples_of_groups(groups, make_algorithm(AlgorithmConfig()).advantages)[0])
+
+    def learn(groups: Sequence[Group]) -> UpdateResult:
+        seen.append((len(groups), kept(groups)))
+        counts = {"groups": len(groups), "groups_without_variance": len(groups) - kept(groups)}
+        result = update(groups)
+        return replace(result, metrics={**result.metrics, **counts})
+
+    learner.teaching, learner.update = kept, learn
+    train._loop(job)
+    assert seen == [(4, 3), (6, 1), (2, 2)]
+    assert pool.submitted == [f"echo-v0/train/{index}" for index in range(0, 12, 2)]
+    assert job.run.tasks == 12 and job.run.state.tasks == 12
+    rows = job.recorder.rows
+    assert [row["train/rounds"] for row in rows] == [2, 3, 1]
+    assert [row["rollout/episodes"] for row in rows] == [8, 12, 4]
+    assert [row["rollout/seconds"] for row in rows] == [4.0, 6.0, 2.0]
+    told = [line for line in capsys.readouterr().out.splitlines() if "rounds of rollout" in line]
+    assert told == [
+        "step 1: 2 rounds of rollout, 3 of 4 groups had reward variance",
+        "step 2: 3 rounds of rollout, 1 of 6 groups had reward variance, 2 wanted: raise "
+        "algorithm.extra_rounds",
+    ]
+
+
 @pytest.mark.parametrize(("allowed", "learned"), [(0, ["new"]), (1, ["older", "new"])])
 def test_a_group_that_is_too_old_is_dropped_and_counted(
     start: Start, capsys: pytest.CaptureFixture[str], allowed: int, learned: list[str]
 ) -> None:
-    def played(name: str, version: int) -> Group:
-        one = np.zeros(1, np.int32)
-        sampled = Segment(one, True, np.zeros(1, np.float32), one + version)
-        episode = Trajectory(name, 0, (sampled,), (0.0,), 0.0, False, StopReason.TERMINATED, 1)
-        return Group(name, (episode,))
-
     pool: Any = Pool()
     pool.version = PolicyVersion(4, "")
-    groups = [played("oldest", 2), played("older", 3), played("new", 4)]
+    ages = {"oldest": 2, "older": 3, "new": 4}
+    groups = [Group(name, (two_tokens(name, 0.0, version),)) for name, version in ages.items()]
     pool.collect = lambda refs: (groups, RolloutStats())
     job = start(pool, steps=1, max_staleness=allowed)
     learner: Any = job.learner
@@ -219,7 +280,7 @@ def test_rewards_are_equal_when_the_learner_says_so(
     kept, counts = samples_of_groups(groups[stale:], make_algorithm(AlgorithmConfig()).advantages)
     assert kept == []
     result = UpdateResult(counts.metrics(), 0, skipped=True)
-    train._record(job, groups, RolloutStats(), result, 0, stale)
+    train._record(job, played(groups, stale=stale), result)
     assert f"step 1: {line}" in capsys.readouterr().out.splitlines()[0]
     assert job.recorder.rows[-1]["train/groups_without_variance"] == 1 - stale
 
@@ -233,7 +294,7 @@ def test_a_critic_that_learns_from_equal_rewards_is_not_told_to_learn_nothing(
     )
     result = UpdateResult({**NOTHING, "groups_left_out": 0.0}, 1, skipped=False)
     job.run.step = 1
-    train._record(job, [Group("t", pair)], RolloutStats(), result, 0, 0)
+    train._record(job, played([Group("t", pair)]), result)
     assert "nothing to learn" not in capsys.readouterr().out
     assert job.recorder.rows[-1]["train/groups_without_variance"] == 1
 
@@ -245,7 +306,7 @@ def test_a_failed_episode_is_told_with_its_place(
     error = "KeyError: 'no' (my_envs.py, line 5)\nTraceback"
     failed = Trajectory("t", 0, (), (), None, False, StopReason.ERROR, 0, error)
     result = UpdateResult(NOTHING, 0, skipped=True)
-    train._record(job, [Group("t", (failed,))], RolloutStats(errors=1), result, 0, 0)
+    train._record(job, played([Group("t", (failed,))], errors=1), result)
     line = "1 failed episodes, 0 stale groups; first error: KeyError: 'no' (my_envs.py, line 5)"
     assert f"step 0: {line}" in capsys.readouterr().out.splitlines()
 
@@ -255,7 +316,7 @@ def test_a_step_whose_episodes_all_failed_has_no_reward(start: Start) -> None:
     failed = Trajectory("t", 0, (), (), None, False, StopReason.ERROR, 0, "gone")
     result = UpdateResult(NOTHING, 0, skipped=True)
     job.run.step = 1
-    train._record(job, [Group("t", (failed,))], RolloutStats(errors=1), result, 0, 0)
+    train._record(job, played([Group("t", (failed,))], errors=1), result)
     (row,) = job.recorder.rows
     assert row["train/reward"] is row["train/success"] is None
     assert curve_points([row]) == ([], [])
@@ -338,7 +399,7 @@ def test_a_context_that_cuts_most_episodes_is_told(
     job.run.step = 1
     cut = Trajectory("t", 0, (), (0.0,), 0.0, False, StopReason.CONTEXT_LIMIT, 1)
     result = UpdateResult(NOTHING, 0, skipped=True)
-    train._record(job, [Group("t", (cut, cut))], RolloutStats(), result, 0, 0)
+    train._record(job, played([Group("t", (cut, cut))]), result)
     line = "step 1: 2 of 2 episodes did not fit: raise context (now 64)"
     assert line in capsys.readouterr().out.splitlines()
 

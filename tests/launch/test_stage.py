@@ -381,6 +381,10 @@ def killed_in_the_second_stage(config: StageConfig, switch: Transition) -> Path:
         ({"learner": LearnerConfig(lr=1e-3)}, "learner.lr=0.001 would have no effect: each stage"),
         ({"learner": LearnerConfig(decay=0.4)}, "learner.decay=0.4 would have no effect"),
         ({"learner": LearnerConfig(minibatches=2)}, "learner.minibatches=2 would have no effect"),
+        (
+            {"learner": LearnerConfig(replay="rollout")},
+            "learner.replay=rollout would have no effect",
+        ),
         ({"stages": (replace(STAGES[0], batch_tokens=31),)}, r"stages\[0\].batch_tokens=31 .* 32"),
         ({"stages": (STAGES[1], STAGES[0])}, r"stages\[1\].context=32 is shorter"),
         (

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
 
-from farhorizon.configs.errors import RunFailed
+from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.load import dump_config, load_config
 from farhorizon.configs.schema import (
     AlgorithmConfig,
@@ -112,6 +114,8 @@ def test_rollout_and_learner_agree(finished: TrainConfig) -> None:
     """On the first pass over on-policy data the ratio is 1: nothing is clipped."""
     for row in rows(finished)[1:]:
         assert row["learn/clip_fraction"] == 0.0
+        assert row["learn/kl_from_0"] == pytest.approx(row["learn/kl"], abs=1e-9)
+        assert row["learn/advantage_std"] > 0 and row["learn/staleness_0"] == 1.0
         assert row["learn/log_ratio_abs"] < 1e-5
         assert row["learn/log_ratio_max"] < 1e-4
 
@@ -158,6 +162,37 @@ def test_ppo_resumes_with_its_critic(base: TrainConfig, tmp_path: Path) -> None:
     by_step = rows(whole)
     assert all(row["learn/value_error"] > 0 for row in by_step if row["step"] > 0)
     assert all(row["train/version"] == row["step"] for row in by_step if row["step"] > 0)
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_a_pull_to_the_start_goes_on_after_a_resume(
+    finished: TrainConfig, tmp_path: Path, where: Literal["loss", "reward"]
+) -> None:
+    """The reference is where the run began, not where it went on."""
+    pulled = AlgorithmConfig(kl=3.0, kl_in=where, kl_estimator="k2")
+    config = replace(finished, algorithm=pulled, eval_episodes=0, steps=2)
+    whole, parts = (replace(config, output=str(tmp_path / name)) for name in ("whole", "parts"))
+    assert train(whole) == 0
+    for steps in (1, 2):
+        assert train(replace(parts, steps=steps)) == 0
+    assert weights(parts) == weights(whole)
+    first, second = (row["learn/reference_kl"] for row in rows(whole))
+    assert 0 <= first < 1e-9 < second
+    assert "learn/reference_kl" not in rows(finished)[1]
+
+
+def test_a_reference_that_does_not_fit_is_one_line(base: TrainConfig, tmp_path: Path) -> None:
+    config = replace(base, output=str(tmp_path / "none"), reference=base.policy)
+    with pytest.raises(UserError, match=r"^reference=.*it needs algorithm\.kl above 0$"):
+        train(config)
+    pulled = replace(config, algorithm=AlgorithmConfig(kl=0.1))
+    with pytest.raises(UserError, match=r"^algorithm\.kl needs its reference: .*no such folder$"):
+        train(replace(pulled, reference=str(tmp_path / "gone")))
+    other = shutil.copytree(base.policy, tmp_path / "other")
+    stage = json.loads((other / "stage.json").read_text())
+    (other / "stage.json").write_text(json.dumps({**stage, "tokenizer_sha256": "0"}))
+    with pytest.raises(UserError, match=r"^reference .*other: has another tokenizer than policy"):
+        train(replace(pulled, reference=str(other)))
 
 
 def test_two_actors_and_two_ranks_give_the_same_run(finished: TrainConfig, tmp_path: Path) -> None:
@@ -248,15 +283,16 @@ def test_steps_without_reward_variance_are_skipped_and_counted(
 ) -> None:
     env = EnvConfig(id="echo-v0", kwargs={"turns": 6})  # out of reach: every reward is 0
     config = replace(
-        finished, output=str(tmp_path / "flat"), env=env, context=64, steps=1, eval_episodes=0
+        finished, output=str(tmp_path / "flat"), env=env, context=64, steps=1, eval_episodes=4
     )
     assert train(config) == 0
-    (row,) = rows(config)
+    row = rows(config)[1]
     assert row["train/groups_without_variance"] == row["train/groups"] == 4
     assert (row["train/update_skipped"], row["train/version"]) == (1, 0)
     text = capsys.readouterr().out
     assert "step 1: no group had reward variance" in text
     assert "0 of 1 steps changed the policy (groups without reward variance); warm up" in text
+    assert "flat        4 of 4 groups had equal rewards, most of them failed: warm up" in text
 
 
 FAULTY = """
@@ -351,6 +387,23 @@ def test_stale_groups_within_bounds(finished: TrainConfig, tmp_path: Path) -> No
     assert all(row["train/groups_stale"] == 0 for row in rows(config))
     # A batch is on its way while the learner makes the next weights.
     assert max(row["learn/staleness_max"] for row in rows(config)) == 1
+
+
+def test_a_run_on_the_routes_of_its_rollout_is_the_run_without(
+    finished: TrainConfig, tmp_path: Path
+) -> None:
+    """Both sides have the same weights: the same experts, and one more forward."""
+    learner = replace(finished.learner, replay="rollout")
+    config = replace(
+        finished, output=str(tmp_path / "replay"), steps=2, eval_episodes=0, learner=learner
+    )
+    assert train(config) == 0
+    plain = {row["step"]: row for row in rows(finished)}
+    for row in rows(config):
+        assert row["learn/routes_known"] > 0.8  # all tokens but the last of each sequence
+        assert row["learn/replayed_load_max"] == row["learn/expert_load_max"]
+        for name in ("loss", "grad_norm", "entropy", "expert_load_max", "log_ratio_max"):
+            assert row[f"learn/{name}"] == plain[row["step"]][f"learn/{name}"], name
 
 
 def test_a_learner_that_stops_the_run_names_the_checkpoint_to_go_on_from(

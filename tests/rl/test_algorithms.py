@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,21 +17,32 @@ from farhorizon.configs.load import override_config
 from farhorizon.configs.schema import AlgorithmConfig
 from farhorizon.rl.advantages import group_relative
 from farhorizon.rl.algorithms import ALGORITHMS, CLIP, CRITIC, GROUP, make_algorithm
+from farhorizon.rl.batch import samples_of_groups
 from farhorizon.rl.corrections import CORRECTIONS
 from farhorizon.rl.critic import Critic, judge, with_values
+from farhorizon.rl.penalties import kl_reward
+from farhorizon.rl.shaping import Shaping
 from farhorizon.rl.types import LossOutput
+from farhorizon.rollout.types import Group
 
+from .test_batch import given, sampled, trajectory
 from .test_critic import packed
 
 HINTS = get_type_hints(AlgorithmConfig)
-SETTINGS = [name for name in HINTS if name != "name"]
+SETTINGS = [name for name in HINTS if name not in ("name", "extra_rounds")]
 
 
 NUMBERS = {
     **{"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.5, "tau": 0.3, "entropy": 0.1},
-    **{"gamma": 0.9, "lam": 0.5, "value_coefficient": 0.3, "value_clip": 0.05},
+    **{"gamma": 0.9, "lam": 0.5, "value_coefficient": 0.3, "value_clip": 0.05, "kl": 0.1},
+    **{"overlong": 6, "overlong_buffer": 5, "budget": 4, "length_reward": 0.5},
+    **{"tau_pos": 2.0, "tau_neg": 3.0},
 }
 NEEDS = {
+    "overlong_buffer": ["overlong=6"],
+    "kl_in": ["kl=0.1"],
+    "kl_estimator": ["kl=0.1"],
+    "kl_gradient": ["kl=0.1"],
     "length": ["aggregation=constant"],
     "correction_low": ["correction=icepop"],
     "correction_high": ["correction=icepop"],
@@ -45,26 +58,55 @@ def others(setting: str) -> list[Any]:
     return [{"length": 7, "correction_low": 0.9, "correction_high": 1.1, **NUMBERS}[setting]]
 
 
+def episodes() -> list[Group]:
+    """Two turns each, of 2 to 8 tokens together; three siblings and a task of its own."""
+    own = [(1.0, 0.0), (0.0, 0.0), (-0.3, 0.6), (0.3, 0.0)]
+    made = [
+        replace(
+            trajectory("a" if i < 3 else "b", i, sum(rewards), *(given([1]), sampled([2] * (i + 1)))
+            * 2),
+            turn_rewards=rewards,
+        )
+        for i, rewards in enumerate(own)
+    ]  # fmt: skip
+    return [Group("a", tuple(made[:3])), Group("b", tuple(made[3:]))]
+
+
 def outcome(config: AlgorithmConfig) -> list[float]:
     """Advantages, loss and gradient on rewards and ratios of every kind."""
     algorithm = make_algorithm(config)
-    rewards = torch.tensor([1.0, 0.0, 0.3, 0.3])
-    advantages = torch.zeros(0)
-    if algorithm.advantages is not None:
-        advantages = algorithm.advantages(rewards, torch.tensor([0, 0, 0, 1]))
+    kept, _ = samples_of_groups(
+        episodes(), algorithm.advantages, credit=algorithm.credit, shaping=algorithm.shaping
+    )
+    samples = [s for group in kept for s in group]
+    credited = np.concatenate([s.advantages if s.rewards is None else s.rewards for s in samples])
     logprobs = torch.tensor([0.3, 0.85, 1.0, 1.15, 3.0]).repeat(2).log().requires_grad_()
     entropy = logprobs.exp()
+    everywhere = torch.ones(10, dtype=torch.bool)
+    token_advantages = torch.tensor([1.0, -1.0]).repeat_interleave(5)
+    pulled = {}
+    if (pull := algorithm.pull) is not None:
+        reference = pulled["reference_logprobs"] = torch.linspace(-0.5, 0.5, 10)
+        if pull.where == "reward":
+            token_advantages += kl_reward(
+                torch.zeros(10),
+                reference,
+                everywhere,
+                coefficient=pull.coefficient,
+                estimator=pull.estimator,
+            )
     loss = algorithm.loss(
         logprobs,
         torch.zeros(10),
-        torch.tensor([1.0, -1.0]).repeat_interleave(5),
-        torch.ones(10, dtype=torch.bool),
+        token_advantages,
+        everywhere,
         sequence_ids=torch.tensor([0, 1, 1, 2, 2, 3, 4, 4, 4, 5]),
         denominator=10,
         entropy=entropy,
+        **pulled,
     ).loss
     (gradient,) = torch.autograd.grad(loss, logprobs)
-    seen = [*advantages.tolist(), loss.item(), *gradient.tolist()]
+    seen = [*credited.tolist(), loss.item(), *gradient.tolist()]
     return seen if algorithm.critic is None else seen + criticised(algorithm.critic)
 
 
@@ -116,6 +158,19 @@ def allowed(name: str, *texts: str) -> AlgorithmConfig | None:
     return config
 
 
+def test_more_rounds_of_rollout_are_for_groups_that_may_teach_nothing() -> None:
+    assert allowed("dapo", "extra_rounds=2") is not None
+    assert allowed("ppo", "extra_rounds=2") is None
+
+
+def test_lengths_that_exclude_each_other_are_refused() -> None:
+    assert allowed("dapo", "overlong=20", "overlong_buffer=21") is None
+    assert allowed("dapo", "overlong=20", "budget=16") is None
+    assert allowed("dapo", "overlong=20", "budget=17") is not None
+    assert make_algorithm(AlgorithmConfig(overlong=100)).shaping == Shaping(limit=100, buffer=20)
+    assert make_algorithm(AlgorithmConfig()).shaping is None
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_setting_has_an_effect_or_is_refused(name: str, setting: str) -> None:
@@ -127,11 +182,20 @@ def test_every_setting_has_an_effect_or_is_refused(name: str, setting: str) -> N
         return
     assert outcome(plain) == outcome(plain)
     own = ALGORITHMS[name]
-    usual = {**own.settings, "aggregation": own.aggregation}.get(setting)
+    standing = {
+        "credit": "trajectory",
+        "kl_in": "loss",
+        "kl_estimator": "k3",
+        "kl_gradient": "right",
+    }
+    usual = {**standing, **own.settings, "aggregation": own.aggregation}.get(setting)
     assert others(setting)
     for value in others(setting):
         changed = allowed(name, *needs, f"{setting}={value}")
-        refused = setting in (*GROUP, *CLIP, *CRITIC, "tau") and setting not in own.settings
+        refused = (
+            setting in (*GROUP, *CLIP, *CRITIC, "tau", "tau_pos", "tau_neg", "credit")
+            and setting not in own.settings
+        )
         refused |= setting == "correction" and own.pulled
         assert (changed is None) == refused, value
         if changed is not None:

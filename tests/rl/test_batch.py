@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from farhorizon.envs.types import StopReason
 from farhorizon.rl.advantages import group_relative
 from farhorizon.rl.algorithms import Algorithm, make_algorithm
 from farhorizon.rl.batch import deal, samples_of_groups, samples_of_text, shares
+from farhorizon.rl.shaping import Shaping
 from farhorizon.rl.types import MicroBatch, Sample
 from farhorizon.rollout.types import Group, Segment, Trajectory
 
@@ -70,7 +74,11 @@ def test_masks_and_logprobs_stand_on_the_sampled_tokens() -> None:
     assert first.advantages.tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1]
     assert first.behavior_logprobs.tolist() == [0, 0, -0.5, -0.5, 0, 0, 0, -0.25, -0.25]
     assert second.advantages.tolist() == [0, 0, -1, -1]
-    assert stats.trained_tokens == 6 and stats.oldest_version == 0
+    assert stats.trained_tokens == 6 and stats.tokens_of_version == {0: 4, 3: 2}
+    assert stats.staleness(4) == {
+        **{"staleness_1": pytest.approx(1 / 3), "staleness_4": pytest.approx(2 / 3)},
+        "staleness_max": 4,
+    }
     (share,) = shares([first], 1, 100)
     assert share.denominator == 4
 
@@ -208,3 +216,55 @@ def test_minibatches_keep_siblings_together() -> None:
     groups = [[sample(2 * i, 3), sample(2 * i + 1, 3)] for i in range(3)]
     assert [[s.id for s in step] for step in deal(groups, 2)] == [[0, 1, 4, 5], [2, 3]]
     assert [len(step) for step in deal(groups, 8)] == [2, 2, 2]
+
+
+def two_turns(sibling: int, first: float, second: float, lengths: tuple[int, int]) -> Trajectory:
+    """Two turns of the given lengths, each after two given tokens."""
+    parts = [part for n in lengths for part in (given([1, 2]), sampled([3] * n))]
+    made = trajectory("t", sibling, first + second, *parts)
+    return replace(made, turn_rewards=(first, second), turns=2)
+
+
+@pytest.mark.parametrize(
+    ("credit", "turns"),
+    [
+        ("trajectory", [(0.5, 0.5), (-0.5, -0.5)]),  # of 1 and 0
+        ("turn", [(0.5, 1.5), (-0.5, -1.5)]),  # to come: 1 and 0, then 2 and -1
+        ("step", [(0.5, 1.75), (-0.5, -1.25)]),  # -1, 2, 1, -1 less 0.25, then summed
+    ],
+)
+def test_a_turn_answers_for_what_credit_says(credit: Any, turns: list[tuple[float, float]]) -> None:
+    pair = Group("t", (two_turns(0, -1.0, 2.0, (1, 2)), two_turns(1, 1.0, -1.0, (1, 1))))
+    centred = partial(group_relative, scale="none")
+    ((first, second),), _ = samples_of_groups([pair], centred, credit=credit)
+    (a, b), (c, d) = turns
+    assert first.advantages.tolist() == pytest.approx([0, 0, a, 0, 0, b, b])
+    assert second.advantages.tolist() == pytest.approx([0, 0, c, 0, 0, d])
+
+
+def test_a_turn_is_compared_with_the_same_turn_and_failures_with_none() -> None:
+    alone = trajectory("t", 2, 4.0)  # one turn; so the second of the others is a pair
+    failed = trajectory("t", 3, None, given([1]), sampled([2]), given([3]), sampled([4]))
+    members = (two_turns(0, 0.0, 1.0, (1, 1)), two_turns(1, 1.0, 0.0, (1, 1)), alone, failed)
+    centred = partial(group_relative, scale="none")
+    ((a, b, c),), stats = samples_of_groups([Group("t", members)], centred, credit="turn")
+    assert a.advantages.tolist() == [0, 0, -1, 0, 0, 0.5]  # 1 of 1, 1, 4; 1 of 1, 0
+    assert b.advantages.tolist() == [0, 0, -1, 0, 0, -0.5]
+    assert c.advantages.tolist() == [0, 0, 2, 2] and stats.without_reward == 1
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_shaped_rewards_make_groups_and_belong_to_the_last_turn(critic: bool) -> None:
+    """Equal rewards, but one trajectory is above the budget of three sampled tokens."""
+    pair = Group("t", (two_turns(0, 0.5, 0.5, (1, 2)), two_turns(1, 0.5, 0.5, (2, 2))))
+    shape = Shaping(budget=3)
+    advantages = None if critic else group_relative
+    ((first, second),), stats = samples_of_groups([pair], advantages, shaping=shape)
+    assert stats.metrics()["reward_shaping"] == -1.0 and stats.reward_mean == 1.0
+    if critic:
+        assert first.rewards is not None and second.rewards is not None
+        assert first.rewards.tolist() == [0, 0, 0.5, 0, 0, 0, 0.5]
+        assert second.rewards.tolist() == [0, 0, 0, 0.5, 0, 0, 0, -1.5]
+    else:
+        assert {*first.advantages} == {0.0, 1.0} and {*second.advantages} == {0.0, -1.0}
+    assert "reward_shaping" not in samples_of_groups([pair], group_relative)[1].metrics()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -82,10 +83,26 @@ def test_any_split_gives_the_same_loss_gradient_and_weights(
     assert distance(after, weights(played, 1, "fake-0-packed")) < 1e-5
 
 
+@pytest.mark.parametrize("name", [*(f"fake-{s}-single" for s in STAGES), "tiny-0", "tiny-3"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_norms_of_parts_make_the_norm_of_the_gradient(played: Path, ranks: int, name: str) -> None:
+    tiny = name.startswith("tiny")
+    names = ("kda", "mla", "router", "experts", "attn_res", "rest") if tiny else ("rest",)
+    first = results(played, 1, "tiny-0" if tiny else "fake-0-single")
+    for step, whole in zip(results(played, ranks, name), first, strict=True):
+        parts = {key: value for key, value in step.items() if key.startswith("grad_norm_")}
+        assert set(parts) == {f"grad_norm_{part}" for part in names}
+        assert math.hypot(*parts.values()) == pytest.approx(step["grad_norm"], rel=1e-5)
+        for key, value in parts.items():
+            assert value == pytest.approx(whole[key], rel=1e-3) and value > 0, key
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("tokens", [1000, 1])
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", ["gspo", "dr_grpo", "k15", "masked", "truncated"])
+@pytest.mark.parametrize(
+    "name", ["gspo", "dr_grpo", "k15", "masked", "truncated", "pulled", "charged"]
+)
 def test_other_objectives_are_the_same_under_any_split(
     played: Path, name: str, ranks: int, tokens: int, stage: int
 ) -> None:
@@ -95,6 +112,8 @@ def test_other_objectives_are_the_same_under_any_split(
     assert got.keys() == want.keys()
     for key in want.keys() - {"lr", "expert_load_max"}:
         assert got[key] == pytest.approx(want[key], rel=1e-4, abs=1e-6), key
+    if name in ("pulled", "charged"):
+        assert abs(want["reference_kl"]) > 0.1  # k1 of random tokens
     if name in ("masked", "truncated"):
         assert 0 < want["correction_removed"] < 1 and want["log_ratio_first"] > 0.1
     after, whole = (
@@ -116,6 +135,26 @@ def test_a_critic_judges_and_learns_alike_under_any_split(
             assert mine[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
     after, whole = weights(played, ranks, f"ppo-{stage}-{tokens}"), weights(played, 1, "ppo-0-1000")
+    assert distance(after, whole) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("replay", "stage"), [*(("rollout", stage) for stage in STAGES), ("learner", 0), ("learner", 3)]
+)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_replayed_routes_are_learned_from_alike_under_any_split(
+    played: Path, replay: str, ranks: int, stage: int
+) -> None:
+    got, want = (results(played, r, f"replayed-{replay}-{s}") for r, s in ((ranks, stage), (1, 0)))
+    for key in ("loss", "grad_norm", "entropy", "kl"):
+        assert got[key] == pytest.approx(want[key], rel=1e-3, abs=1e-5), key
+    for key in ("expert_load_layer_0", "replayed_load_layer_0"):
+        assert got[key] == want[key] > 1, key
+    free = results(played, 1, "replayed-learner-0")["log_ratio_first"]
+    assert (want["log_ratio_first"] != free) == (replay == "rollout")  # its first step is free
+    after, whole = (
+        weights(played, r, f"replayed-{replay}-{s}") for r, s in ((ranks, stage), (1, 0))
+    )
     assert distance(after, whole) < 1e-4
 
 

@@ -12,7 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from farhorizon.rl.losses import cispo, dapo, dr_grpo, gspo, k15, k25, ppo_clip, reinforce, rloo
+from farhorizon.rl.losses import (
+    cispo,
+    dapo,
+    dr_grpo,
+    gspo,
+    k15,
+    k25,
+    ppo_clip,
+    reinforce,
+    rloo,
+    sapo,
+)
 from farhorizon.rl.types import LossOutput
 
 # Loss and derivative by the log-prob of each token of one sequence, from (logprob, behaviour, A).
@@ -46,6 +57,15 @@ def hand_cispo(tokens: Sequence[Token], low: float, high: float) -> Any:
     for logprob, behavior, a in tokens:
         factor = min(max(math.exp(logprob - behavior), 1 - low), 1 + high)
         out.append((-factor * a * logprob, -factor * a))
+    return out
+
+
+def hand_sapo(tokens: Sequence[Token], pos: float, neg: float) -> Any:
+    out = []
+    for logprob, behavior, a in tokens:
+        ratio, tau = math.exp(logprob - behavior), pos if a > 0 else neg
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        out.append((-4 / tau * gate * a, -4 * gate * (1 - gate) * ratio * a))
     return out
 
 
@@ -92,6 +112,7 @@ CASES: dict[str, tuple[Callable[..., LossOutput], Formula]] = {
         partial(cispo, clip_low=0.1, clip_high=0.3),
         partial(hand_cispo, low=0.1, high=0.3),
     ),
+    "sapo": (partial(sapo, tau_pos=2.0, tau_neg=0.5), partial(hand_sapo, pos=2.0, neg=0.5)),
     "k25": (k25, partial(hand_k25, low=0.5, high=1.0, tau=0.01)),
     "k25_narrow": (
         partial(k25, clip_low=0.1, clip_high=0.2, tau=0.7),
@@ -102,7 +123,7 @@ CASES: dict[str, tuple[Callable[..., LossOutput], Formula]] = {
     "reinforce": (reinforce, hand_reinforce),
     "rloo": (rloo, hand_reinforce),
 }
-CLIPPING = [n for n in CASES if not n.startswith(("k15", "reinforce", "rloo"))]
+CLIPPING = [n for n in CASES if not n.startswith(("sapo", "k15", "reinforce", "rloo"))]
 
 
 @dataclass(frozen=True)
@@ -365,3 +386,16 @@ def test_an_infinity_outside_of_the_mask_makes_no_gradient(name: str, bad: float
     want, slopes = run(CASES[name][0], own, 20)
     got, gradient = run(CASES[name][0], far, 20)
     assert got.loss.item() == want.loss.item() and torch.equal(gradient, slopes)
+
+
+@pytest.mark.parametrize("name", CLIPPING)
+def test_clipped_tokens_are_told_by_side(name: str) -> None:
+    own = data()
+    out, _ = run(CASES[name][0], own, 20)
+    low, high = (float(out.metrics[f"clip_fraction_{side}"]) for side in ("low", "high"))
+    assert low + high == pytest.approx(float(out.metrics["clip_fraction"]))
+    raised = replace(own, behavior=own.behavior - 5, advantages=own.advantages.abs())
+    out, _ = run(CASES[name][0], raised, 20)
+    trained = int(own.mask.sum()) / 20
+    assert float(out.metrics["clip_fraction_high"]) == pytest.approx(trained)
+    assert float(out.metrics["clip_fraction_low"]) == 0

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from farhorizon.rl.losses import value_loss
-from farhorizon.rl.penalties import Estimator, entropy_bonus, kl_estimate, kl_loss, kl_reward
+from farhorizon.rl.penalties import (
+    Estimator,
+    entropy_bonus,
+    kl_estimate,
+    kl_loss,
+    kl_reward,
+    sampled_weights,
+    to_go,
+)
 
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 APART = [-1.5, -0.2, 0.0, 0.3, 2.0]  # log(policy / reference)
@@ -187,3 +195,18 @@ def test_value_loss_without_clip_is_half_the_square() -> None:
     )
     (gradient,) = torch.autograd.grad(out.loss, values)
     assert out.loss.item() == pytest.approx(1.125) and gradient.item() == pytest.approx(-1.5)
+
+
+def test_what_is_to_come_ends_with_its_sequence() -> None:
+    rewards = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, math.nan])
+    got = to_go(rewards, torch.tensor([7, 7, 3, 9, 9, 9, 8]))
+    assert got[:6].tolist() == [3.0, 2.0, 4.0, 56.0, 48.0, 32.0] and got.dtype == torch.float32
+    assert got[6].isnan() and to_go(rewards[:0], torch.arange(0)).tolist() == []
+
+
+def test_weights_of_samples_are_ratios_to_a_bound() -> None:
+    policy = torch.tensor([0.5, 1.5, 9.0, 1.0, math.nan]).log().requires_grad_()
+    behavior = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]).log()
+    mask = torch.tensor([True, True, True, True, False])
+    got = sampled_weights(policy, behavior, mask)
+    assert got[:4].tolist() == pytest.approx([0.5, 1.5, 2.0, 2.0]) and not got.requires_grad

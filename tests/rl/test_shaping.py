@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from farhorizon.rl.shaping import budgeted, length_reward, overlong
+from farhorizon.rl.shaping import Shaping, budgeted, length_reward, overlong
 
 
 def test_overlong_punishment_grows_over_the_buffer() -> None:
@@ -30,3 +30,15 @@ def test_length_reward_within_a_group() -> None:
     groups = torch.tensor([2, 2, 2, 2, 2, 3, 4, 4])
     got = length_reward(lengths, correct, groups).tolist()
     assert got == [0.5, 0.0, -0.5, 0.0, -0.5, 0.0, 0.0, 0.0]
+
+
+def test_a_budget_has_the_last_word() -> None:
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, math.nan])
+    lengths = torch.tensor([10, 18, 20, 31, 99])
+    correct = torch.tensor([True, True, False, True, False])
+    groups = torch.tensor([0, 0, 0, 1, 2])
+    shape = Shaping(length_reward=0.2, limit=20, buffer=10, budget=30)
+    got = shape(rewards, lengths, correct, groups).tolist()
+    # 0.5, -0.3 and -0.5 of the length; 0, -0.8, -1 and -1 of what is overlong; -1 above 30
+    assert got[:4] == pytest.approx([1.1, 1 - 0.06 - 0.8, -0.1 - 1.0, -1.0])
+    assert math.isnan(got[4])

@@ -13,10 +13,9 @@ from torch import Tensor
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from farhorizon.configs.schema import AlgorithmConfig
-from farhorizon.rl.algorithms import Objective, make_algorithm
+from farhorizon.rl.algorithms import make_algorithm
 from farhorizon.rl.corrections import CORRECTIONS
 from farhorizon.rl.losses import gspo, ppo_clip
-from farhorizon.rl.penalties import kl_loss
 
 LENGTH = 9  # the longest completion allowed
 
@@ -46,6 +45,8 @@ def trainer(logprobs: Tensor, entropy: Tensor, **changes: Any) -> Any:
     """What TRL's loss reads of a trainer, on one process and without accumulation."""
     arguments = {
         "delta": changes.pop("delta", None),
+        "sapo_temperature_pos": changes.pop("sapo_temperature_pos", 1.0),
+        "sapo_temperature_neg": changes.pop("sapo_temperature_neg", 1.05),
         "use_bias_correction_kl": False,
         "steps_per_generation": 1,
     }
@@ -105,7 +106,7 @@ def theirs(own: Batch, weights: Tensor | None = None, **changes: Any) -> list[An
     return [loss.item(), *slopes]
 
 
-def ours(own: Batch, loss: Any, beta: float = 0.0, **kwargs: Any) -> list[Any]:
+def ours(own: Batch, loss: Any, **kwargs: Any) -> list[Any]:
     """The same tokens packed end to end."""
     mask = own.mask
     logprobs = own.logprobs.clone().requires_grad_()
@@ -120,16 +121,9 @@ def ours(own: Batch, loss: Any, beta: float = 0.0, **kwargs: Any) -> list[Any]:
         sequence_ids=torch.arange(4)[:, None].expand(4, 7)[mask],
         denominator=count,
         entropy=entropy[mask],
+        reference_logprobs=own.reference[mask],
         **kwargs,
     ).loss
-    if beta:
-        out = (
-            out
-            + beta
-            * kl_loss(
-                logprobs[mask], own.reference[mask], yes, denominator=count, gradient="own"
-            ).loss
-        )
     slopes = torch.autograd.grad(out, [logprobs, entropy], allow_unused=True)
     return [out.item(), *slopes]
 
@@ -166,6 +160,11 @@ def same(left: list[Any], right: list[Any]) -> None:
                 "epsilon_high": 0.3,
             },
         ),
+        ({"name": "sapo"}, {"loss_type": "sapo"}),
+        (
+            {"name": "sapo", "tau_pos": 3.0, "tau_neg": 0.4},
+            {"loss_type": "sapo", "sapo_temperature_pos": 3.0, "sapo_temperature_neg": 0.4},
+        ),
         ({"name": "grpo", "entropy": 0.2}, {"loss_type": "dapo", "entropy_coef": 0.2}),
         (
             {"name": "dr_grpo", "entropy": 0.2, "length": LENGTH},
@@ -178,9 +177,18 @@ def test_losses_and_gradients_are_trls(config: dict[str, Any], changes: dict[str
     same(ours(own, make_algorithm(AlgorithmConfig(**config)).loss), theirs(own, **changes))
 
 
-def test_kl_to_the_reference_is_trls() -> None:
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        ({"name": "grpo"}, {"loss_type": "dapo"}),
+        ({"name": "grpo", "aggregation": "sequence"}, {"loss_type": "grpo"}),
+        ({"name": "dr_grpo", "length": LENGTH}, {"loss_type": "dr_grpo"}),
+    ],
+)
+def test_kl_to_the_reference_is_trls(config: dict[str, Any], changes: dict[str, Any]) -> None:
     own = batch()
-    same(ours(own, Objective(ppo_clip), beta=0.1), theirs(own, loss_type="dapo", beta=0.1))
+    made = make_algorithm(AlgorithmConfig(**config, kl=0.1, kl_gradient="own"))
+    same(ours(own, made.loss), theirs(own, beta=0.1, **changes))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +218,7 @@ def test_corrections_are_trls(mode: str, level: str) -> None:
     assert torch.allclose(made.weights, ratio.expand(4, 7)[rows], rtol=1e-12)
     function = ppo_clip if level == "token" else gspo
 
-    def weighed(*arguments: Any, entropy: Tensor, **kwargs: Any) -> Any:
+    def weighed(*arguments: Any, entropy: Tensor, reference_logprobs: Tensor, **kwargs: Any) -> Any:
         return function(*arguments, weights=made.weights, clip_low=0.2, clip_high=0.2, **kwargs)
 
     same(

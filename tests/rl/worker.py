@@ -29,6 +29,7 @@ from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.images import place, prepare
 from farhorizon.policy.moe import Router
+from farhorizon.policy.routing import Routes
 from farhorizon.policy.value import ValueHead
 from farhorizon.policy.vision_config import ImageRules
 from farhorizon.policy.weights import Publication, digest
@@ -39,6 +40,7 @@ from farhorizon.rl.critic import Critic
 from farhorizon.rl.engine import join, leave
 from farhorizon.rl.learner import Learner
 from farhorizon.rl.publish import publish
+from farhorizon.rl.reference import Reference
 from farhorizon.rl.types import Sample, Share
 from farhorizon.rollout.sync import WeightReceiver
 
@@ -51,6 +53,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "k15": {"name": "k15", "tau": 0.3},
     "masked": {"correction": "sequence_mask", "correction_low": 0.1},
     "truncated": {"name": "reinforce", "correction": "token_truncate", "correction_high": 1.1},
+    "pulled": {"kl": 0.2, "correction": "token_truncate"},
+    "charged": {"name": "gspo", "kl": 0.2, "kl_in": "reward"},
 }
 
 
@@ -480,6 +484,8 @@ def algorithms(out: dict[str, Any]) -> None:
         for stage in (0, 3):
             for tokens in (PACKED, SINGLE):
                 own = learner(FakePolicy(), stage, eps=1e-3)
+                if made.pull is not None:
+                    own.reference = Reference(FakePolicy(seed=1), made.pull, own.temperature)
                 steps = [share(step, tokens) for step in range(2)]
                 key = f"{name}-{stage}-{tokens}"
                 out[key] = own.update(steps, made.loss, made.decoupled).metrics
@@ -488,13 +494,17 @@ def algorithms(out: dict[str, Any]) -> None:
 
 def with_critic(out: dict[str, Any]) -> None:
     """PPO on rewards at the end of each sequence, some of which were cut off."""
-    made = make_algorithm(AlgorithmConfig(name="ppo", gamma=0.9, lam=0.8))
+    made = make_algorithm(AlgorithmConfig(name="ppo", gamma=0.9, lam=0.8, kl=0.3, kl_in="reward"))
+    assert made.pull is not None
+    torch.manual_seed(1)
+    other = Policy(PolicyConfig.tiny(vocab_size=64, hidden_size=32, num_hidden_layers=2))
     for stage in (0, 3):
         for tokens in (PACKED, SINGLE):
             policy = tiny_policy()
             policy.v_head = ValueHead(32)
             torch.nn.init.normal_(policy.v_head.summary.weight)
             own = learner(policy, stage, eps=1e-3)
+            own.reference = Reference(other, made.pull, own.temperature)
             results = []
             for update in range(2):
                 steps = [
@@ -504,6 +514,29 @@ def with_critic(out: dict[str, Any]) -> None:
                 results.append(own.update(steps, made.loss, made.decoupled, made.critic).metrics)
             out[f"ppo-{stage}-{tokens}"] = results
             keep(f"ppo-{stage}-{tokens}", state(own))
+
+
+def _routed(sample: Sample) -> Sample:
+    """Routes of one layer with 8 experts, 2 per token; every third token has none. Advantages are
+    positive, so that every sequence has a gradient."""
+    random = np.random.default_rng(sample.id)
+    order = random.permuted(np.tile(np.arange(8, dtype=np.uint8), (len(sample), 1, 1)), axis=-1)
+    routes = Routes(order[..., :2], np.arange(len(sample)) % 3 != 0)
+    return replace(sample, routes=routes, advantages=np.abs(sample.advantages))
+
+
+def replayed(out: dict[str, Any]) -> None:
+    """Routes of the rollout, and of the pass before the first of two steps; seven sequences, so
+    that one of two ranks has a batch of padding beside the other's routes."""
+    for replay, stages in (("rollout", range(4)), ("learner", (0, 3))):
+        for stage in stages:
+            own = learner(tiny_policy(), stage, eps=1e-3, replay=replay, router_lr=0.5)
+            steps = [
+                shares([_routed(s) for s in samples(step, 64)[:7]], RANKS, SINGLE)[RANK]
+                for step in range(2)
+            ]
+            out[f"replayed-{replay}-{stage}"] = own.update(steps, LOSS).metrics
+            keep(f"replayed-{replay}-{stage}", state(own))
 
 
 def _rewarded(sample: Sample) -> Sample:
@@ -583,6 +616,7 @@ SCENARIOS: list[Callable[[dict[str, Any]], None]] = [
     with_muon,
     algorithms,
     with_critic,
+    replayed,
     known_before,
 ]
 

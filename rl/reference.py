@@ -1,0 +1,50 @@
+"""The policy that training is kept near: a frozen copy beside the learner, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .penalties import Pull, kl_reward
+from .types import MicroBatch
+
+
+class Reference:
+    """Scores what was sampled, without gradient, and says what the distance costs.
+
+    ``policy`` stays whole on each rank, whatever the ZeRO stage, and in its own precision. It is
+    a `farhorizon.policy.Policy` or what has its forward.
+    """
+
+    def __init__(self, policy: Any, pull: Pull, temperature: float) -> None:
+        self.policy = policy.requires_grad_(False)
+        self.pull, self.temperature = pull, temperature
+
+    @torch.no_grad()
+    def score(self, batch: MicroBatch, positions: np.ndarray) -> tuple[Tensor, Tensor | None]:
+        """Log-probs of the tokens at ``positions`` [R], none of which is a sequence's first, and
+        what to add to the reward of each; None if the KL is in the loss."""
+        device = next(self.policy.parameters()).device
+        ids = torch.tensor(batch.input_ids, device=device)
+        rows = torch.tensor(positions - 1, device=device)
+        logprobs = self.policy(
+            ids[None],
+            torch.tensor(batch.cu_seqlens),
+            rows=rows,
+            targets=ids[rows + 1],
+            temperature=self.temperature,
+            **self.policy.image_inputs(batch.images),
+        ).logprobs
+        if self.pull.where == "loss":
+            return logprobs, None
+        rewards = kl_reward(
+            torch.tensor(batch.behavior_logprobs[positions], device=device),
+            logprobs,
+            torch.tensor(batch.loss_mask[positions], device=device),
+            coefficient=self.pull.coefficient,
+            estimator=self.pull.estimator,
+        )
+        return logprobs, rewards
