@@ -45,9 +45,13 @@ def make(id: str, /, **kwargs: Any) -> MessageEnv:
     """
     factory = _from_plugin(id) if id not in _factories and ":" in id else _factories.get(id)
     if factory is None:
+        way_out = "an id of your own needs env.plugins"
+        if _plugins:
+            plugins = ", ".join(sorted(_plugins))
+            way_out = f"plug-in {plugins} must register it, or be named as module:Class"
         raise UserError(
             f"env.id {id!r} is not registered{_near(id, registered())}; known: "
-            f"{', '.join(registered())}; an id of your own needs env.plugins"
+            f"{', '.join(registered())}; {way_out}"
         )
     _check_arguments(id, factory, kwargs)
     try:
@@ -110,8 +114,11 @@ def _load_file(path: Path) -> ModuleType:
     known = module or importlib.util.find_spec(name)
     if known is not None:
         origin = getattr(known, "__file__" if isinstance(known, ModuleType) else "origin", None)
-        if origin is None or Path(origin).resolve() != path:
-            raise UserError(f"env.plugins: {path} has the name of another module; rename the file")
+        if origin is None or os.path.realpath(origin) != os.path.realpath(path):
+            raise UserError(
+                f"env.plugins: {path} has the name of another module ({origin or 'built in'}); "
+                "rename the file"
+            )
     _plugins[name] = module or _execute(name, path)
     return _plugins[name]
 
@@ -141,7 +148,8 @@ def _from_plugin(id: str) -> type[MessageEnv]:
         )
     found = getattr(module, class_name, None)
     if found is None:
-        classes = tuple(n for n, c in vars(module).items() if _is_env_class(c))
+        own = vars(module).items()
+        classes = tuple(n for n, c in own if _is_env_class(c) and c.__module__ == module.__name__)
         raise UserError(
             f"env.id {id!r}: module {module_name!r} has no attribute {class_name!r}"
             f"{_near(class_name, classes)}; its environments: {', '.join(classes) or 'none'}"
@@ -166,7 +174,8 @@ def _check_arguments(id: str, factory: Callable[..., Any], kwargs: Mapping[str, 
             raise UserError(f"env.kwargs of {id!r}: {error}") from error
         raise UnknownArgument(
             f"env.kwargs of {id!r}: unknown argument {unknown[0]!r}"
-            f"{_near(unknown[0], tuple(signature.parameters))}",
+            f"{_near(unknown[0], tuple(signature.parameters))}; it takes "
+            f"{', '.join(signature.parameters) or 'none'}",
             unknown[0],
         ) from error
 

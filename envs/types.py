@@ -81,9 +81,8 @@ class Message:
     images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
-        texts = (self.content, self.name, self.type, self.tool)
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("content, name, type and tool of a message are strings")
+        if not all(isinstance(text, str) for text in (self.name, self.type, self.tool)):
+            raise TypeError("name, type and tool of a message are strings")
         if (self.thinking or self.calls) and self.role != "assistant":
             raise ValueError(f"a {self.role} message has no thinking and no calls")
         if (self.tool or self.index) and self.role != "tool":
@@ -99,11 +98,9 @@ class Message:
             raise TypeError("images of a message are a tuple of what shown or Image make")
         if self.images and self.role == "assistant":
             raise ValueError("an assistant message has no images")
-        if self.images and self.content.count(IMAGE_PLACEHOLDER) != len(self.images):
-            raise ValueError(
-                f"the content has {self.content.count(IMAGE_PLACEHOLDER)} placeholders for "
-                f"{len(self.images)} images"
-            )
+        places = str(self.content).count(IMAGE_PLACEHOLDER)
+        if self.images and places != len(self.images):
+            raise ValueError(f"the content has {places} placeholders for {len(self.images)} images")
 
 
 class Action(str):

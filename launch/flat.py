@@ -34,6 +34,13 @@ def _failures(steps: Rows) -> str | None:
     return f"{failed:.0f} of {played:.0f} episodes failed and taught nothing: mend the environment"
 
 
+def _cut(steps: Rows) -> str | None:
+    cut, played = _sum(steps, "train/cut"), _sum(steps, "rollout/episodes")
+    if 2 * cut <= played:
+        return None
+    return f"{cut:.0f} of {played:.0f} episodes did not fit the context: raise context"
+
+
 def _not_finite(steps: Rows) -> str | None:
     bad = sum(skipped > 0 for skipped in _values(steps, "learn/skipped_steps"))
     if 2 * bad <= len(steps):
@@ -126,7 +133,7 @@ def _trained_only(steps: Rows) -> str | None:
 
 
 _CAUSES: tuple[Callable[[Rows], str | None], ...] = (
-    *(_failures, _not_finite, _equal_rewards, _stale),  # nothing was learned from
+    *(_failures, _cut, _not_finite, _equal_rewards, _stale),  # nothing was learned from
     *(_apart, _removed, _clipped, _punished, _collapsed),  # something else was learned
     _trained_only,
 )

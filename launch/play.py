@@ -78,7 +78,7 @@ def _play_expert(env: MessageEnv, task: Task, max_turns: int) -> None:
     print(f"{type(env).__name__}  task {task.id}  seed {task.seed}  played by its expert")
     print(f"'{TRAINED}' marks what a policy would have written, which training learns from")
     rewards: list[float] = []
-    success = False
+    success = cut = False
     try:
         for turn in expert_turns(env, task):
             if not rewards:
@@ -87,11 +87,13 @@ def _play_expert(env: MessageEnv, task: Task, max_turns: int) -> None:
             _print_given(turn.reply)
             rewards.append(turn.reward)
             success = succeeded(rewards, threshold, turn.terminated)
-            if len(rewards) >= max_turns:
+            cut = len(rewards) >= max_turns and not turn.terminated
+            if cut:
                 break
     finally:
         env.close()
-    print(f"reward {sum(rewards):g}  success {success}  turns {len(rewards)}")
+    stop = "  stopped by rollout.max_turns" if cut else ""
+    print(f"reward {sum(rewards):g}  success {success}  turns {len(rewards)}{stop}")
 
 
 def _print_given(messages: Iterable[Message]) -> None:

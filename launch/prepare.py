@@ -214,10 +214,20 @@ def changes(before: Any, after: Any, key: str = "") -> list[str]:
     return out
 
 
-def _starting_policy(config: TrainConfig, folder: Path) -> Path:
-    """The checkpoint a run starts from, free of links; one that goes on may have lost it."""
+def starting_policy(path: str) -> Path:
+    """The checkpoint folder that the setting ``policy`` names, free of links."""
     try:
-        return find_checkpoint(config.policy).resolve()
+        return find_checkpoint(path).resolve()
+    except UserError as error:
+        raise UserError(
+            f"policy {error}; name what stage, sft or train has written: policy=FOLDER"
+        ) from None
+
+
+def _starting_policy(config: TrainConfig, folder: Path) -> Path:
+    """The checkpoint a run starts from; one that goes on may have lost it."""
+    try:
+        return starting_policy(config.policy)
     except UserError:
         if checkpoints.newest(folder) is None:
             raise

@@ -26,6 +26,7 @@ for argument in "$@"; do
 done
 [[ -z "$output" || "$output" == /* ]] || output="$PWD/$output"
 
+active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}"
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$ROOT"
 output="${output:-$ROOT/runs/quickstart-$(date +%Y%m%d-%H%M%S)}"
@@ -40,6 +41,7 @@ phase() { # name, command ...
     times+="$name $((SECONDS - start)) s, "
     if ((code)); then
         echo "quickstart: $name failed (exit code $code); times: ${times%, }" >&2
+        activation >&2
         exit "$code"
     fi
 }
@@ -55,6 +57,10 @@ is_done() { # name, settings given to it; true if its result is there already
     echo "== $1: complete in $folder, not repeated${2:+; without effect: $2}"
 }
 
+activation() { # the lines to copy above name a command that only the environment has
+    [[ -n "$active" ]] || echo "quickstart: before those commands: . $ROOT/.venv/bin/activate"
+}
+
 begin=$SECONDS
 # An array that may be empty is an unset variable to bash before 4.4.
 if ! is_done stage "${stage[*]-}"; then
@@ -67,4 +73,5 @@ if ! is_done sft "${sft[*]-}"; then
 fi
 phase train farhorizon train quickstart policy="$output/sft" output="$output/train" \
     seed="$seed" ${train[@]+"${train[@]}"}
+activation
 echo "quickstart: ${times}total $((SECONDS - begin)) s without installation"

@@ -139,13 +139,17 @@ def closing_lines(
     ]
 
 
+def cut_by_context(groups: Sequence[Group]) -> int:
+    """How many episodes did not fit the context."""
+    return sum(t.stop is StopReason.CONTEXT_LIMIT for group in groups for t in group.trajectories)
+
+
 def context_line(groups: Sequence[Group], context: int) -> str | None:
     """What to change where more than half of the episodes did not fit the context."""
-    stops = [t.stop for group in groups for t in group.trajectories]
-    cut = stops.count(StopReason.CONTEXT_LIMIT)
-    if 2 * cut <= len(stops):
+    cut, episodes = cut_by_context(groups), sum(len(group.trajectories) for group in groups)
+    if 2 * cut <= episodes:
         return None
-    return f"{cut} of {len(stops)} episodes did not fit: raise context (now {context})"
+    return f"{cut} of {episodes} episodes did not fit: raise context (now {context})"
 
 
 def unchanged_line(rows: Sequence[dict[str, Any]]) -> str | None:
@@ -155,8 +159,11 @@ def unchanged_line(rows: Sequence[dict[str, Any]]) -> str | None:
     flat = [r for r in idle if 0 < r.get("learn/groups", 0) == r.get("learn/groups_left_out")]
     if 2 * len(flat) <= len(steps):
         return None
+    cut, episodes = (sum(r.get(n, 0) for r in flat) for n in ("train/cut", "rollout/episodes"))
     solved = sum(row["train/success"] or 0 for row in flat) > len(flat) / 2
     way_out = "make the task harder" if solved else "warm up longer or make the task easier"
+    if 2 * cut > episodes:
+        way_out = "raise context"
     return (
         f"{len(steps) - len(idle)} of {len(steps)} steps changed the policy "
         f"(groups without reward variance); {way_out}"

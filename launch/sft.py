@@ -37,7 +37,7 @@ from ..rl.sft import SftStep, join_processes, train_on_demonstrations
 from .files import json_line, sole_user
 from .fresh import expert_env
 from .interrupt import uninterrupted
-from .prepare import check_writable, find_checkpoint
+from .prepare import check_writable, starting_policy
 
 LINE_SECONDS = 5.0
 DATA_FILE = "demonstrations.npz"
@@ -49,7 +49,7 @@ def run_sft(config: SftConfig) -> Path:
     """Train, and write the checkpoint folder ``config.output``; returns it."""
     check_writable(Path(config.output).absolute())
     output = Path(config.output).resolve()  # its lock lies beside it, whatever name leads there
-    parent = find_checkpoint(config.policy).resolve()
+    parent = starting_policy(config.policy)
     config = replace(
         config, policy=str(parent), output=str(output), env=resolve_plugins(config.env)
     )

@@ -37,6 +37,7 @@ from .report import (
     closing_lines,
     context_line,
     curve_points,
+    cut_by_context,
     evaluate_line,
     resume_line,
     rounds_line,
@@ -91,11 +92,16 @@ def train(config: TrainConfig) -> int:
         recorder = Recorder(run.folder, dump_config(config), run.step)
         stack.callback(recorder.close)
         display = stack.enter_context(Display(run.config.steps, run.step))
-        job = _start(run, recorder, display, stack)
+        job: Job | None = None
         try:
+            job = _start(run, recorder, display, stack)
             result = _play(job)
         except KeyboardInterrupt as stop:
-            _stop(job, stop)
+            if job is None:
+                display.line("interrupted while it started, with nothing new to save")
+                _way_on(run, display)
+            else:
+                _stop(job, stop)
             return exit_code()
     recorder.curve(force=True)
     if (unchanged := unchanged_line(recorder.rows)) is not None:
@@ -245,7 +251,7 @@ def _stop(job: Job, stop: KeyboardInterrupt) -> None:
         display.line(f"resume      {resume_line(run.folder, run.config.steps)}")
     else:
         display.line(f"stopped at once after step {run.step}, not saved{why}")
-        _way_on(job)
+        _way_on(run, display)
 
 
 def _rescue(job: Job) -> None:
@@ -255,7 +261,7 @@ def _rescue(job: Job) -> None:
         folder, why = _last_save(job, "saving the finished steps")
         outcome = f"saved {folder}" if folder else f"not saved{why or ': interrupted'}"
         display.line(f"failed after step {run.step}, {outcome}")
-    _way_on(job)
+    _way_on(run, display)
 
 
 def _last_save(job: Job, title: str) -> tuple[Path | None, str]:
@@ -275,9 +281,8 @@ def _last_save(job: Job, title: str) -> tuple[Path | None, str]:
     return folder, why
 
 
-def _way_on(job: Job) -> None:
+def _way_on(run: Run, display: Display) -> None:
     """The newest complete checkpoint, and the command that goes on from it or begins again."""
-    run, display = job.run, job.display
     found = checkpoints.newest(run.folder)
     display.line(f"checkpoint  {found.folder if found else 'none is complete yet'}")
     again = "resume " if found else "restart"
@@ -322,6 +327,7 @@ def _record(job: Job, played: Played, result: UpdateResult) -> None:
             "train/groups": len(groups),
             "train/groups_without_variance": flat,
             "train/groups_stale": stale,
+            "train/cut": cut_by_context(groups),
             "train/tokens": tokens,
             "train/tokens_per_second": tokens / max(total, 1e-9),
             "train/version": result.version,

@@ -96,6 +96,13 @@ def test_a_plugin_by_module_name(plugin: Path, monkeypatch: pytest.MonkeyPatch) 
     assert type(same) is type(env)  # the path of a module that is already there
 
 
+def test_a_plugin_through_a_link_is_the_same_module_again(plugin: Path, tmp_path: Path) -> None:
+    link = tmp_path / "elsewhere"
+    link.symlink_to(plugin.parent)
+    config = EnvConfig(id="my_envs:Counter", plugins=(str(link / plugin.name),))
+    assert type(make_config(config)) is type(make_config(config))
+
+
 @pytest.mark.parametrize(
     ("id", "plugins", "said"),
     [
@@ -108,6 +115,7 @@ def test_a_plugin_by_module_name(plugin: Path, monkeypatch: pytest.MonkeyPatch) 
         ("my_envs:Counter", ["{folder}/broken.py"], "broken.py: ZeroDivisionError: division"),
         ("my_envs:Counter", ["{folder}/json.py"], "the name of another module"),
         ("my_envs:Counter", ["{folder}/my-envs.py"], "name it like my_envs.py"),
+        ("counter-v7", ["{file}"], "known: .*; plug-in .*my_envs.* must register it, or be named"),
         ("my_envs:Counter", [], "No module named 'my_envs' among env.plugins"),
         ("archive-v1", [], "did you mean 'archive-v0'.*known: archive-v0, echo-v0"),
     ],

@@ -27,6 +27,7 @@ def rows(count: int = 30, **changes: Any) -> list[dict[str, Any]]:
     ("changes", "cause"),
     [
         ({"rollout__errors": 20}, "600 of 1920 episodes failed"),
+        ({"train__cut": 40}, "1200 of 1920 episodes did not fit the context: raise context"),
         ({"learn__skipped_steps": 1.0}, "the gradient was not finite in 30 of 30 steps"),
         (
             {"train__groups_without_variance": 5},

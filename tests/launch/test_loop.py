@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -577,3 +578,27 @@ def test_a_missed_final_evaluation_is_due(start: Start) -> None:
     values = {"eval/success": 0.5, "eval/ci_low": 0.2, "eval/ci_high": 0.8}
     job.recorder.metrics(1, values)
     assert not train._evaluation_due(asked)
+
+
+def test_an_interrupt_while_a_run_starts_prints_the_way_on(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*_: object) -> train.Job:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "cluster", lambda _: nullcontext())
+    monkeypatch.setattr(train, "check_gpus", lambda *_: None)
+    monkeypatch.setattr(train, "_start", interrupted)
+    run = tmp_path / "run"
+    config = TrainConfig(
+        policy=str(checkpoint), output=str(run), context=64, steps=3, env=EnvConfig(id="echo-v0")
+    )
+    assert train.train(config) == 130
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "interrupted while it started, with nothing new to save",
+        "checkpoint  none is complete yet",
+        f"restart     farhorizon train {run}/config.yaml steps=3",
+    ]

@@ -135,6 +135,8 @@ def test_steps_that_changed_nothing_are_told_when_they_are_most(
         }
         for step in range(1, 5)
     ]
+    short = [{**row, "train/cut": 3, "rollout/episodes": 4} for row in rows]
+    assert line is None or str(unchanged_line(short)).endswith("; raise context")
     told = "1 of 4 steps changed the policy (groups without reward variance); "
     assert unchanged_line([{"step": 0, "eval/success": 0.0}, *rows]) == (line and told + line)
     stale = [{**row, "learn/groups": 0.0, "learn/groups_left_out": 0.0} for row in rows]
