@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+
+# What a disk says that takes nothing more; a write has no file name with it.
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
 
 _INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 _STANDARD = sysconfig.get_path("stdlib"), "<"  # "<": modules that are frozen, code from a text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import select
 import shlex
@@ -12,12 +11,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from ..configs.errors import RunFailed, UnknownArgument, UserError, last_line
+from ..configs.errors import NO_ROOM, RunFailed, UnknownArgument, UserError, last_line
 from .interrupt import exit_code, heed_sigterm
 
 FAILED, USER_MISTAKE, UNREAD = 1, 2, 141
-# What a write says that has no file name with it.
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"a process of the run ended while it worked ({last_line(cause)}); "
                 "farhorizon doctor looks at this machine"
             )
-        if isinstance(cause, OSError) and (cause.filename or cause.errno in _NO_ROOM):
+        if isinstance(cause, OSError) and (cause.filename or cause.errno in NO_ROOM):
             place = cause.filename or "output"
             cause = RunFailed(f"{place}: cannot be read or written: {cause.strerror}")
         if not isinstance(cause, UserError | RunFailed):

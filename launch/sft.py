@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, spawn
 
 from ..configs.bounds import check_bounds
-from ..configs.errors import RunFailed, UserError
+from ..configs.errors import NO_ROOM, RunFailed, UserError
 from ..configs.load import dump_config
 from ..configs.schema import SftConfig
 from ..envs.expert import expert_messages
@@ -123,8 +123,12 @@ def _train_process(
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         _train(rank, config, parent, scratch)
-    except (UserError, RunFailed, OSError) as error:
+    except (UserError, RunFailed) as error:
         failures.put(error)
+        raise
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            failures.put(error)
         raise
     except KeyboardInterrupt:
         sys.exit(130)  # spawn would take it for done

@@ -101,8 +101,8 @@ def test_wrong_updates_are_no_measurement() -> None:
         (["grpo", "learner.replay=learner"], "learner.replay=learner would have no effect"),
         (["grpo", "rollout.keep_states=true"], "rollout.keep_states=true would have no effect"),
         (["kda", "repeats=0"], "repeats=0 must be at least 1"),
-        (["kda", "shapes=[8192]"], "shapes on the command line: 8192 is a number"),
-        (["kda", "shapes=['8192']"], "shapes: '8192' is not TOKENSxHEADS"),
+        (["kda", "decode=[64]"], "decode on the command line: 64 is a number"),
+        (["kda", "decode=['64']"], "decode: '64' is not SEQUENCESxHEADS"),
     ],
 )
 def test_mistakes_are_one_line(

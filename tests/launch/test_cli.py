@@ -98,7 +98,7 @@ def test_an_argument_of_a_preset_is_told_apart_from_a_given_one(
 
     monkeypatch.setitem(cli._COMMANDS, "train", failing)
     assert cli.main(["train", "quickstart", *overrides]) == 2
-    text = f"farhorizon: env.kwargs of 'echo-v0': unknown argument 'pages'{hint}\n"
+    text = f"farhorizon: env.kwargs of 'echo-v0': unknown argument 'pages'; it takes turns{hint}\n"
     assert capsys.readouterr().err == text
     error = pickle.loads(pickle.dumps(UnknownArgument("no", "pages")))  # as an actor's comes home
     assert (str(error), error.name) == ("no", "pages")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -34,10 +35,15 @@ def script(tmp_path: Path) -> Path:
     return Path(shutil.copy(SCRIPT, launch))
 
 
-def call(script: Path, *arguments: str) -> tuple[int, list[str], str]:
-    """Exit code, lines of the output but for the last one with its times, error text."""
+def call(script: Path, *arguments: str, active: str = "/env") -> tuple[int, list[str], str]:
+    """Exit code, lines of the output but for the last one with its times, error text; in the
+    ``active`` environment."""
     done = subprocess.run(
-        ["bash", str(script), *arguments], capture_output=True, text=True, cwd=script.parents[1]
+        ["bash", str(script), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=script.parents[1],
+        env={"PATH": os.environ["PATH"], "VIRTUAL_ENV": active},
     )
     lines = done.stdout.splitlines()
     return done.returncode, lines[:-1] if done.returncode == 0 else lines, done.stderr
@@ -70,6 +76,13 @@ def test_what_is_complete_is_told_and_not_repeated(script: Path) -> None:
     ]
     _, lines, _ = call(script, f"output={out}")
     assert lines[1] == f"== sft: complete in {out}/sft, not repeated"
+
+
+def test_a_shell_without_the_environment_is_told_how_to_activate_it(script: Path) -> None:
+    line = f"quickstart: before those commands: . {script.parents[1]}/.venv/bin/activate"
+    assert call(script, active="")[1][-1] == line
+    code, _, error = call(script, "fail=true", active="")
+    assert code == 3 and line in error
 
 
 def test_a_phase_of_another_seed_is_refused(script: Path) -> None:
