@@ -23,7 +23,6 @@ from farhorizon.policy.weights import digest
 from farhorizon.rl import batch
 from farhorizon.rl.actor import LearnerGroup
 from farhorizon.rl.algorithms import make_algorithm
-from farhorizon.rl.engine import join, leave
 from farhorizon.rl.learner import Learner
 from farhorizon.rl.types import UpdateResult
 from farhorizon.rollout.sync import WeightReceiver
@@ -80,24 +79,17 @@ def groups(step: int) -> list[Group]:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_checkpoint: Path) -> list[UpdateResult]:
+def alone(only_rank: None, tiny_checkpoint: Path) -> list[UpdateResult]:
     """What the two updates of one learner give in this process, without Ray."""
-    environment = dict(os.environ)  # which says afterwards that there are ranks
-    join(0, 1, "", "cpu")
-    try:
-        config = LearnerConfig(lr=1e-3, micro_batch_tokens=32)
-        learner = Learner(load_checkpoint(tiny_checkpoint).policy, config, 1.0)
-        algorithm = make_algorithm(AlgorithmConfig())
-        results = []
-        for step in range(2):
-            kept, _ = batch.samples_of_groups(groups(step), algorithm.advantages)
-            share = batch.shares([s for samples in kept for s in samples], 1, 32)[0]
-            results.append(learner.update([share], algorithm.loss))
-        return results
-    finally:
-        leave()
-        os.environ.clear()
-        os.environ.update(environment)
+    config = LearnerConfig(lr=1e-3, micro_batch_tokens=32)
+    learner = Learner(load_checkpoint(tiny_checkpoint).policy, config, 1.0)
+    algorithm = make_algorithm(AlgorithmConfig())
+    results = []
+    for step in range(2):
+        kept, _ = batch.samples_of_groups(groups(step), algorithm.advantages)
+        share = batch.shares([s for samples in kept for s in samples], 1, 32)[0]
+        results.append(learner.update([share], algorithm.loss))
+    return results
 
 
 def test_updates_publishes_saves_and_resumes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +22,6 @@ from farhorizon.policy.routing import Routes
 from farhorizon.policy.weights import Publication, digest
 from farhorizon.rl import batch, resume
 from farhorizon.rl.algorithms import make_algorithm
-from farhorizon.rl.engine import join, leave
 from farhorizon.rl.learner import Learner
 from farhorizon.rl.publish import publish
 from farhorizon.rl.types import Sample, Share, UpdateResult
@@ -41,15 +39,7 @@ LOSS = make_algorithm(AlgorithmConfig()).loss
 LAYERS, K = 3, 2
 
 
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    """This process is the only rank."""
-    environment = dict(os.environ)  # which says afterwards that there are ranks
-    join(0, 1, "", "cpu")
-    yield
-    leave()
-    os.environ.clear()
-    os.environ.update(environment)
+pytestmark = pytest.mark.usefixtures("only_rank")
 
 
 def make_policy(noise: float = 0.0) -> Policy:
