@@ -10,7 +10,8 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, make_dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -218,16 +219,14 @@ def _build(schema: type[C], data: Any, key: str, where: str, *, partial: bool) -
             raise UserError(_unknown(str(name), full, list(known), where))
         if value == "???":  # to be given by whoever uses the file
             continue
-        values[name] = _convert(schema, name, hints[name], value, full, where, partial)
+        values[name] = _convert(name, hints[name], value, full, where, partial)
     for name, field in known.items():
         if not partial and name not in values and _required(field):
             raise UserError(f"{f'{key}.{name}'.lstrip('.')} is missing: give it {where}")
     return values if partial else schema(**values)  # pyright: ignore[reportReturnType]
 
 
-def _convert(
-    schema: type, name: str, hint: Any, value: Any, key: str, where: str, partial: bool
-) -> Any:
+def _convert(name: str, hint: Any, value: Any, key: str, where: str, partial: bool) -> Any:
     """`value` as the field's type: nested dataclasses here, leaves by OmegaConf."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in options:
@@ -251,7 +250,7 @@ def _convert(
     elif inner is bool and isinstance(value, int | float) and not isinstance(value, bool):
         raise UserError(f"{key} {where}: {value!r} is not {_describe(hint)}")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), {name: value})
+        merged = OmegaConf.merge(OmegaConf.structured(_alone(name, hint)), {name: value})
         result = OmegaConf.to_container(merged, resolve=False, throw_on_missing=False)
     except (OmegaConfBaseException, TypeError):  # TypeError: an object where a list belongs
         way_out = f"; write {key}=[{value}]" if str in items and isinstance(value, str) else ""
@@ -260,6 +259,12 @@ def _convert(
     if name in _PATHS and isinstance(leaf, str):
         return os.path.expanduser(leaf)
     return tuple(leaf) if get_origin(inner) is tuple else leaf
+
+
+@cache
+def _alone(name: str, hint: Any) -> type:
+    """A dataclass of one field: for one value OmegaConf builds all fields of its class."""
+    return make_dataclass(f"Alone_{name}", [(name, hint)])
 
 
 def _refuse_bare(value: Any, key: str, where: str) -> None:
