@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, below
 import triton.experimental.gluon  # noqa: E402, F401  # in the same mode: launches look into it
-from triton.runtime import interpreter  # noqa: E402
 
 from farhorizon.kernels.conv import fused, naive_short_conv, short_conv  # noqa: E402
 
@@ -27,19 +25,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so small that a few tokens and channels fill several.
-
-    The interpreter makes a loop bound of an array of one number, which NumPy 2.4 refuses.
-    """
+def small(loops: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that a few tokens and channels fill several."""
     torch.manual_seed(0)
-    original = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
     for name in ("TOKENS", "BACK_TOKENS"):
         monkeypatch.setattr(fused, name, 8)
     for name in ("CHANNELS", "BACK_CHANNELS"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, below
-from triton.runtime import interpreter  # noqa: E402
 
 from farhorizon.kernels.kda import fused, naive_kda, segments  # noqa: E402
 from farhorizon.kernels.kda.tables import Options  # noqa: E402
@@ -24,16 +22,8 @@ DEVICE = "cuda" if GPU else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter makes a loop bound of an array of one number, which NumPy 2.4 refuses."""
+def seed(loops: None) -> None:
     torch.manual_seed(0)
-    original = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
 def draw(

@@ -12,7 +12,6 @@ import torch
 GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, below
-from triton.runtime import interpreter  # noqa: E402
 
 from farhorizon.kernels.kda import (  # noqa: E402
     ReplayState,
@@ -39,15 +38,8 @@ Inputs = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels run on fp32; loop bounds of the interpreter as in `test_kda_fused`."""
-    original = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+def kernels(loops: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels run on fp32."""
     monkeypatch.setattr(replay, "takes_kernels", lambda x: x.dtype != torch.float64)
 
 
