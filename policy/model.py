@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..configs.errors import UserError
-from ..kernels.attnres import mix
+from ..kernels.attnres import mix_norm
 from .attention import GatedMLA, RMSNorm
 from .config import PolicyConfig
 from .head import LanguageHead, PolicyOutput
@@ -52,45 +52,43 @@ class DecoderLayer(nn.Module):
         self,
         blocks: tuple[torch.Tensor, ...],
         partial: torch.Tensor,
+        update: torch.Tensor | None,
         packing: Packing,
         state: DecodeState | None,
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Finished blocks and the new partial sum (K3 report 2.2).
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
+        """Finished blocks, partial sum, and what the next layer is to add to it (K3 report 2.2).
 
         Blocks are returned, never appended in place: sharding engines hand a module copies of
         the containers it is called with.
         """
         if self.block_size is None:
-            partial = partial + self._attend(partial, packing, state)
-            return blocks, partial + self._feed(partial)
+            x = partial if update is None else partial + update
+            x = x + self._attend(self.input_layernorm(x), packing, state)
+            return blocks, x, self._feed(self.post_attention_layernorm(x))
         if blocks:
-            mixed = mix(
-                [*blocks, partial],
-                self.self_attention_res_proj.weight,
-                self.self_attention_res_norm.weight,
-                self.eps,
+            blocks, partial, x = mix_norm(
+                *(blocks, partial, update, self.self_attention_res_proj.weight),
+                *(self.self_attention_res_norm.weight, self.input_layernorm.weight, self.eps),
             )
         else:
-            mixed = partial
-        boundary = self.index % self.block_size == 0
-        if boundary:
-            blocks = (*blocks, partial)
-        attended = self._attend(mixed, packing, state)
-        partial = attended if boundary else partial + attended
-        mixed = mix(
-            [*blocks, partial], self.mlp_res_proj.weight, self.mlp_res_norm.weight, self.eps
+            x = self.input_layernorm(partial)
+        update = self._attend(x, packing, state)
+        if self.index % self.block_size == 0:
+            blocks, partial, update = (*blocks, partial), update, None
+        blocks, partial, x = mix_norm(
+            *(blocks, partial, update, self.mlp_res_proj.weight),
+            *(self.mlp_res_norm.weight, self.post_attention_layernorm.weight, self.eps),
         )
-        return blocks, partial + self._feed(mixed)
+        return blocks, partial, self._feed(x)
 
     def _attend(self, x: torch.Tensor, packing: Packing, state: DecodeState | None) -> torch.Tensor:
-        x = self.input_layernorm(x)
         layer: Any = None if state is None else state.layers[self.index]
         if isinstance(self.self_attn, GatedMLA):
             return self.self_attn(x, packing, layer, None if state is None else state.lengths)
         return self.self_attn(x, packing, layer)
 
     def _feed(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.mlp if self.dense else self.block_sparse_moe)(self.post_attention_layernorm(x))
+        return (self.mlp if self.dense else self.block_sparse_moe)(x)
 
 
 class PolicyModel(nn.Module):
@@ -140,16 +138,15 @@ class PolicyModel(nn.Module):
         if images is not None:
             rows, features = images
             partial = partial.index_copy(0, rows, features.to(partial.dtype))
+        update = None
         for layer in self.layers:
-            blocks, partial = layer(blocks, partial, packing, state)
+            blocks, partial, update = layer(blocks, partial, update, packing, state)
         if self.attention_residuals:
-            partial = mix(
-                [*blocks, partial],
-                self.output_attn_res_proj.weight,
-                self.output_attn_res_norm.weight,
-                self.eps,
-            )
-        return self.norm(partial)
+            return mix_norm(
+                *(blocks, partial, update, self.output_attn_res_proj.weight),
+                *(self.output_attn_res_norm.weight, self.norm.weight, self.eps),
+            )[2]
+        return self.norm(partial if update is None else partial + update)
 
 
 class Policy(Routed, PreTrainedModel, GenerationMixin):

@@ -6,24 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..precision import as_given, widen
+from .naive import naive_mix, naive_mix_norm
 
-__all__ = ["mix", "naive_mix"]
-
-
-def naive_mix(
-    sources: Sequence[torch.Tensor],
-    query: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float = 1e-5,
-) -> torch.Tensor:
-    """`mix` written from its formula, differentiated by autograd: the specification."""
-    stacked = torch.stack([widen(s) for s in sources])  # [m, ..., D]
-    direction = (widen(query) * widen(norm_weight)).flatten()
-    inverse = torch.rsqrt(stacked.square().mean(-1) + eps)
-    weights = torch.softmax((stacked @ direction) * inverse, 0)
-    return (weights[..., None] * stacked).sum(0).to(sources[0].dtype)
+__all__ = ["mix", "mix_norm", "naive_mix", "naive_mix_norm"]
 
 
 def mix(
@@ -36,10 +24,55 @@ def mix(
 
     ``score_i = sum_c n_c w_c v_ic rsqrt(mean(v_i^2) + eps)``; ``query`` is w (``[D]`` or
     ``[1, D]``), ``norm_weight`` n ``[D]``. Scores, softmax and values are fp32 (fp64 for fp64),
-    under autocast too; the result has the sources' dtype. A zero query gives the plain average.
+    under autocast too; the result has the first source's dtype. A zero query gives the plain
+    average. Differentiable in all tensors.
+
+    On a GPU it runs in Triton kernels, which are only once differentiable and give a ValueError
+    that names a shape that does not fit; but for fp64, which runs in plain torch, as on a CPU.
     """
+    if _takes_kernels(sources):
+        from .fused import mix_fused
+
+        return mix_fused(sources, None, query, norm_weight, None, eps)[0]
     with as_given(sources[0]):
         return _Mix.apply(query, norm_weight, eps, *sources)
+
+
+def mix_norm(
+    blocks: Sequence[torch.Tensor],
+    partial: torch.Tensor,
+    update: torch.Tensor | None,
+    query: torch.Tensor,
+    norm_weight: torch.Tensor,
+    next_weight: torch.Tensor,
+    eps: float = 1e-5,
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
+    """A whole site: ``update`` added to the partial sum, `mix` of ``blocks`` and that sum, and the
+    RMSNorm of the mixture by ``next_weight [D]``, of the same ``eps``.
+
+    ``blocks``, ``partial`` and ``update`` (None: nothing to add) are ``[..., D]``, the rest is as
+    for `mix`. Returns the blocks, the new partial sum and the normed mixture, in the dtype of the
+    first source; on a GPU from one kernel, in which the mixture is not rounded before its norm.
+
+    Later sites are to take the returned blocks: their gradients then add up in one buffer for each
+    block, in place. A hook on such a block that keeps the gradient it is given has to clone it.
+    """
+    sources = [*blocks, partial]
+    if _takes_kernels(sources):
+        from .fused import mix_fused
+
+        normed, partial, *passed = mix_fused(sources, update, query, norm_weight, next_weight, eps)
+        return tuple(passed), partial, normed
+    if update is not None:
+        partial = partial + update
+    mixed = mix([*blocks, partial], query, norm_weight, eps)
+    wide = widen(mixed)
+    normed = F.rms_norm(wide, wide.shape[-1:], next_weight.to(wide.dtype), eps)
+    return tuple(blocks), partial, normed.to(mixed.dtype)
+
+
+def _takes_kernels(sources: Sequence[torch.Tensor]) -> bool:
+    return sources[0].is_cuda and all(s.dtype != torch.float64 for s in sources)
 
 
 class _Mix(torch.autograd.Function):

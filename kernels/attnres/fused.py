@@ -14,7 +14,9 @@ from .triton_mix import finish_kernel, mix_backward_kernel, mix_kernel
 LINE = 8  # adjacent elements that a thread loads at once, 16 bytes of bf16
 WARPS = 16  # of a program, which takes whole rows, at most
 GROUP = 3  # sources that are reduced at once
-HELD = 144  # bytes of all sources together that a thread holds from their mixture to their gradients
+HELD = (
+    144  # bytes of all sources together that a thread holds from their mixture to their gradients
+)
 PROGRAMS = 1024  # in which rows are spread before a program gets a second one
 ROWS, BACKWARD_ROWS = 8, 32  # of a program at most; the latter have one partial sum
 RESIDENT, BACKWARD_RESIDENT = 24, 16  # warps of an SM that registers must suffice for
@@ -65,7 +67,7 @@ class Mix(torch.autograd.Function):
                     FAST=partial.is_cuda,
                 )
         ctx.save_for_backward(query, norm, next_norm, stats, *blocks, summed)
-        ctx.eps, ctx.kinds = eps, (partial.dtype, None if update is None else update.dtype)
+        ctx.kinds = (partial.dtype, None if update is None else update.dtype)
         ctx.set_materialize_grads(False)
         ctx.ours: dict[int, Tensor] = {}  # gradients of the outputs that were made for us alone
         ctx.makers = [b.grad_fn if isinstance(b.grad_fn, type(ctx)) else None for b in blocks]
@@ -88,7 +90,7 @@ class Mix(torch.autograd.Function):
         if d_out is None:
             d_out = torch.zeros_like(given[-1])
         d_weights = walk_back(
-            given, d_out.contiguous(), carried, results, query, norm, next_norm, stats, ctx.eps
+            given, d_out.contiguous(), carried, results, query, norm, next_norm, stats
         )
         for maker, place, result in zip(ctx.makers, ctx.places, results, strict=False):
             if maker is not None:
@@ -107,7 +109,6 @@ def walk_back(
     norm: Tensor,
     next_norm: Tensor | None,
     stats: Tensor,
-    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Fill ``results``; gradients of the three weights."""
     width, rows = d_out.shape[-1], stats.shape[0]
@@ -125,7 +126,7 @@ def walk_back(
                 *(tuple(sources), d_out),
                 tuple(v if d is None else d for d, v in zip(carried, sources, strict=True)),
                 *(tuple(results), query, norm, norm if next_norm is None else next_norm),
-                *(stats, partial[0], partial[1], rows, each, eps),
+                *(stats, partial[0], partial[1], rows, each),
                 CARRIED=tuple(d is not None for d in carried),
                 M=len(sources),
                 GROUP=GROUP,

@@ -260,8 +260,8 @@ def spread(
     stat,
     direction,
     d_mixed,
-    delta,
     d_direction,
+    along,
     zero,
     CARRIED: tl.constexpr,
     FIRST: tl.constexpr,
@@ -269,14 +269,20 @@ def spread(
     D: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Gradients of a group of sources, stored; and of the direction, with theirs."""
+    """Gradients of a group of sources, stored; and of the direction, with theirs. ``along`` is the
+    sum of d_mixed mixed, for the first group still to be added up."""
     parts = ()
+    if FIRST == 0:
+        parts = (along,)
     for i in tl.static_range(len(group)):
         parts = parts + (tl.sum(d_mixed * widen(group[i], zero << 1, FAST), 1),)
     sums = totals(parts)
+    if FIRST == 0:
+        along = sums[0]
+        sums = sums[1:]
     for i in tl.static_range(len(group)):
         inverse = tl.load(stat + M + FIRST + i)
-        pull = weights[FIRST + i] * (sums[i] - delta) * inverse
+        pull = weights[FIRST + i] * (sums[i] - along) * inverse
         if M == 1:
             pull = 0.0
         wide = widen(group[i], zero, FAST)
@@ -287,7 +293,7 @@ def spread(
             d_source += widen(extra[i], 0, FAST)
         result = results[FIRST + i]
         tl.store(result + place, d_source.to(result.dtype.element_ty), mask=inside)
-    return d_direction
+    return d_direction, along
 
 
 @triton.jit(do_not_specialize=["rows", "each"])
@@ -304,7 +310,6 @@ def mix_backward_kernel(
     d_norms,
     rows,
     each,
-    eps,
     CARRIED: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
@@ -323,7 +328,6 @@ def mix_backward_kernel(
     direction = load_weight(query, column, D) * load_weight(norm, column, D)
     d_direction = tl.zeros([BT, BE], tl.float32)
     if NORM:
-        scale = load_weight(next_norm, column, D)
         d_norm = tl.zeros([BT, BE], tl.float32)
     zero = rows >> 31
     first = tl.program_id(0).to(tl.int64) * each
@@ -333,34 +337,36 @@ def mix_backward_kernel(
         d_mixed = widen(tl.load(d_out + place, mask=inside, other=0.0), 0, FAST)
         weights = weights_of(stat, M)
         mixed = tl.zeros([BT, BE], tl.float32)
-        held = ()
+        ahead = load_group(sources, d_out, d_out, place, inside, 0, GROUP, M, False)
+        held = ahead
         for g in tl.static_range(0, M, GROUP):
-            group = load_group(sources, d_out, d_out, place, inside, g, g + GROUP, M, False)
+            group = ahead
+            ahead = load_group(
+                sources, d_out, d_out, place, inside, g + GROUP, g + 2 * GROUP, M, False
+            )
             for i in tl.static_range(len(group)):
                 mixed += weights[g + i] * widen(group[i], 0, FAST)
-            if HELD:
-                held = held + group
+            mixed = settled(mixed, FAST)
+            held = held + ahead
+        place = place_of(row, column, zero << 1, D, BE)
         more = load_carried(carried, place, inside, 0, GROUP, CARRIED, M)
         if NORM:
             inverse = tl.load(stat + 2 * M)
             d_norm = settled(d_norm + d_mixed * mixed * inverse, FAST)
-            d_mixed *= scale * inverse
-            along = tl.sum(tl.sum(d_mixed * mixed, 1), 0) * inverse * inverse
-            d_mixed -= mixed * (along / D)
-            delta = along * eps  # d_mixed . mixed, without what cancels
-        else:
-            delta = tl.sum(tl.sum(d_mixed * mixed, 1), 0)
+            d_mixed *= load_weight(next_norm, column, D) * inverse
+            pull = tl.sum(tl.sum(d_mixed * mixed, 1), 0) * inverse * inverse / D
+            d_mixed -= mixed * pull
+        along = tl.sum(d_mixed * mixed, 1)
         for g in tl.static_range(0, M, GROUP):
             extra = more
             if HELD:
                 group = held[g : g + GROUP]
             else:
                 group = load_group(sources, d_out, d_out, place, inside, g, g + GROUP, M, False)
-            if g + GROUP < M:
-                more = load_carried(carried, place, inside, g + GROUP, g + 2 * GROUP, CARRIED, M)
-            d_direction = spread(
+            more = load_carried(carried, place, inside, g + GROUP, g + 2 * GROUP, CARRIED, M)
+            d_direction, along = spread(
                 *(group, extra, results, place, inside, weights, stat, direction),
-                *(d_mixed, delta, d_direction, zero, CARRIED, g, M, D, FAST),
+                *(d_mixed, d_direction, along, zero, CARRIED, g, M, D, FAST),
             )
     share = tl.program_id(0).to(tl.int64) * D + column
     tl.store(d_directions + share, d_direction, mask=inside)
