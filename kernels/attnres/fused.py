@@ -13,10 +13,8 @@ from .triton_mix import finish_kernel, mix_backward_kernel, mix_kernel
 
 LINE = 8  # adjacent elements that a thread loads at once, 16 bytes of bf16
 WARPS = 16  # of a program, which takes whole rows, at most
-GROUP = 3  # sources that are reduced at once
-HELD = (
-    144  # bytes of all sources together that a thread holds from their mixture to their gradients
-)
+GROUP, BACKWARD_GROUP = 4, 3  # sources that are reduced at once, the latter with one sum more
+HELD = 144  # bytes of a row's sources that a thread holds on the way back, else it reloads them
 PROGRAMS = 1024  # in which rows are spread before a program gets a second one
 ROWS, BACKWARD_ROWS = 8, 32  # of a program at most; the latter have one partial sum
 RESIDENT, BACKWARD_RESIDENT = 24, 16  # warps of an SM that registers must suffice for
@@ -129,7 +127,7 @@ def walk_back(
                 *(stats, partial[0], partial[1], rows, each),
                 CARRIED=tuple(d is not None for d in carried),
                 M=len(sources),
-                GROUP=GROUP,
+                GROUP=BACKWARD_GROUP,
                 HELD=held <= HELD,
                 NORM=next_norm is not None,
                 **tile,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from farhorizon.kernels.attnres import mix, naive_mix
+from farhorizon.kernels.attnres import mix, mix_norm, naive_mix, naive_mix_norm
 
 
 def test_zero_query_averages_the_sources():
@@ -35,6 +35,25 @@ def test_gradient_and_value_equal_the_specification():
     for got, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-10)
     assert torch.autograd.gradcheck(lambda *s: mix(list(s[:3]), s[3], s[4]), leaves)
+
+
+def test_a_site_by_hand_and_as_specified():
+    """The sum is (3, 4); with a zero query the mixture is (2, 2) and its mean square 4."""
+    block, partial, update = (torch.tensor([[x, y]]) for x, y in ((1.0, 0.0), (1.0, 4.0), (2.0, 0)))
+    zero, norm, after = torch.zeros(2), torch.ones(2), torch.tensor([1.0, 3.0])
+    (passed,), total, normed = mix_norm([block], partial, update, zero, norm, after, eps=0.0)
+    assert torch.equal(passed, block) and total.tolist() == [[3.0, 4.0]]
+    torch.testing.assert_close(normed, torch.tensor([[1.0, 3.0]]))
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    weights = [torch.randn(6, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    results = []
+    for form in (naive_mix_norm, mix_norm):
+        _, total, normed = form(tensors[:2], tensors[2], tensors[3], *weights)
+        loss = (normed.square() + total * normed).sum()
+        results.append([total, normed, *torch.autograd.grad(loss, [*tensors, *weights])])
+    for got, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-10)
 
 
 def test_zero_query_still_learns():

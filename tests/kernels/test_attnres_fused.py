@@ -31,6 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(fused, "PROGRAMS", 3)
     monkeypatch.setattr(fused, "GROUP", 2)
+    monkeypatch.setattr(fused, "BACKWARD_GROUP", 2)
     monkeypatch.setattr(fused, "SHARES", 2)
     monkeypatch.setattr(fused, "COLUMNS", 16)
 
