@@ -67,7 +67,7 @@ class Mix(torch.autograd.Function):
         ctx.save_for_backward(query, norm, next_norm, stats, *blocks, summed)
         ctx.kinds = (partial.dtype, None if update is None else update.dtype)
         ctx.set_materialize_grads(False)
-        ctx.ours: dict[int, Tensor] = {}  # gradients of the outputs that were made for us alone
+        ctx.ours = {}  # by output: gradients that were made for this alone
         ctx.makers = [b.grad_fn if isinstance(b.grad_fn, type(ctx)) else None for b in blocks]
         ctx.places = [b.output_nr for b in blocks]
         return out, summed, *blocks

@@ -168,8 +168,8 @@ def test_a_gradient_from_elsewhere_is_left_as_it_is() -> None:
     (block,), _, again = site((block + other,), partial, None, *given[2:])
     found = torch.autograd.grad(normed.sum() + again.square().sum(), [given[0], other])
     wide = leaves([t.detach() for t in (*given, other)], torch.float64)
-    blocks, partial, normed = naive_mix_norm((wide[0],), wide[1], None, *wide[2:5])
-    _, _, again = naive_mix_norm((blocks[0] + wide[5],), partial, None, *wide[2:5])
+    blocks, partial, normed = naive_mix_norm((wide[0],), wide[1], None, *wide[2:5], eps=EPS)
+    _, _, again = naive_mix_norm((blocks[0] + wide[5],), partial, None, *wide[2:5], eps=EPS)
     wanted = torch.autograd.grad(normed.sum() + again.square().sum(), [wide[0], wide[5]])
     for a, b in zip(found, wanted, strict=True):
         close(a, b, 2e-5)
@@ -184,7 +184,7 @@ def test_the_sum_and_one_source_may_be_wider() -> None:
     assert [t.dtype for t in (*passed, partial, normed)] == [*kinds[:2], *[torch.float32] * 2]
     found = torch.autograd.grad(normed.square().sum(), [*tensors, *weights])
     wide = leaves([t.detach() for t in (*tensors, *weights)], torch.float64)
-    _, _, expected = naive_mix_norm((wide[0], wide[1]), wide[2], wide[3], *wide[4:])
+    _, _, expected = naive_mix_norm((wide[0], wide[1]), wide[2], wide[3], *wide[4:], eps=EPS)
     wanted = torch.autograd.grad(expected.square().sum(), wide)
     close(normed, expected, 1e-6)
     for a, b, given in zip(found, wanted, [*tensors, *weights], strict=True):
