@@ -6,7 +6,7 @@ import torch
 
 from ..device import launch
 from .descriptors import is_hopper, rows_of, shared, shared_blocks
-from .forward import SCAN_REGISTERS, VALUE_BLOCK
+from .forward import SCAN_REGISTERS, VALUE_BLOCK, chunks_ahead
 from .gluon_grad import grad_hopper_kernel
 from .gluon_scan_backward import scan_backward_hopper_kernel
 from .segments import segments
@@ -43,8 +43,8 @@ def scan_backward(
         d_initial = edges(len(order)) if initial else None
         scan_back(prepared, d_out, kept, order, d_final, d_initial)
     else:
-        driven, starts = edges(len(maps)).zero_(), edges(len(maps))
-        scan_back(prepared, d_out, None, cut.split, None, driven)
+        driven, starts = edges(len(maps)), edges(len(maps))
+        scan_back(prepared, d_out, None, cut.after, None, driven)
         leaving = cut.leaving(maps, driven, d_final)
         scan_back(prepared, d_out, kept, cut.sequences, leaving, starts)
         d_initial = starts.index_select(0, cut.first) if initial else None
@@ -89,7 +89,7 @@ def scan_back(
             heads,
             d_out.stride(1),
             **constants,
-            STAGES=3,
+            STAGES=chunks_ahead(grid[0] * grid[1], d_out.device),
             num_warps=4,
             maxnreg=SCAN_REGISTERS,
         )
