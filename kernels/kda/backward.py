@@ -155,7 +155,7 @@ def gradients(
     narrow = all(x.dtype == torch.bfloat16 for x in (q, k, v, g, d_out))
     if width == v.shape[2] == 128 and size == 32 and is_hopper(q.device) and narrow:
         u, z, states, d_states = chunk_values
-        launch(grad_hopper_kernel)[(count * (width // piece), heads)](
+        launch(grad_hopper_kernel)[(count * heads * (width // piece),)](
             *(rows_of(x, size, piece) for x in (q, k, g)),
             *(rows_of(x, size, x.shape[2] // 2) for x in (v, out, d_out)),
             shared(u.view(-1, u.shape[3]), size, u.shape[3]),

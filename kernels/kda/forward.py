@@ -186,7 +186,7 @@ def prepare_chunks(
     }
     narrow = all(x.dtype == torch.bfloat16 for x in (q, k, g))
     if width == 128 and size == 32 and options.norm and is_hopper(q.device) and narrow:
-        launch(prep_hopper_kernel)[(len(chunks), heads)](
+        launch(prep_hopper_kernel)[(len(chunks) * heads,)](
             *(rows_of(x, size, width // 2) for x in (q, k, g)),
             *(shared(x.view(-1, width), size, width // 2) for x in (out.kt, out.qt, out.kh)),
             *(shared(x.view(-1, size), size, size) for x in (out.inv, out.att)),
@@ -195,6 +195,7 @@ def prepare_chunks(
             table,
             *rows,
             *numbers,
+            heads,
             *(x.stride(1) for x in (q, k, g)),
             *beta.stride(),
             **constants,
