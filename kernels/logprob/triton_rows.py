@@ -21,7 +21,7 @@ UNMET = tl.constexpr(-1.0e30)
 NAN = tl.constexpr(float("nan"))
 
 
-@triton.jit(do_not_specialize=["start", "columns"])
+@triton.jit(do_not_specialize=["start"])  # wide loads need to know what divides columns
 def statistics_kernel(
     logits,
     pitch,
@@ -86,7 +86,7 @@ def statistics_kernel(
     tl.store(picked + row, target_logit)
 
 
-@triton.jit(do_not_specialize=["start", "columns"])
+@triton.jit(do_not_specialize=["start"])  # wide loads need to know what divides columns
 def gradient_kernel(
     logits,
     grads,
