@@ -134,7 +134,7 @@ def even(total: int, most: int, unit: int) -> list[slice]:
 
 def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:
     """``out = a b``, or ``out += a b``; ``out`` is fp32 and no product is rounded on its way."""
-    if a.is_cuda:
+    if a.is_cuda and a.dtype != out.dtype:
         torch.addmm(out, a, b, beta=int(add), out_dtype=torch.float32, out=out)
     else:
         torch.addmm(out, a.float(), b.float(), beta=int(add), out=out)
