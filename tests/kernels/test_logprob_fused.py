@@ -18,7 +18,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 DEVICE = "cuda" if GPU else "cpu"
 FP32 = torch.float32
-Results = list[torch.Tensor | None]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +36,18 @@ def draw(rows: int, columns: int, width: int = 5, scale: float = 1.0) -> list[to
 
 def factors(rows: int) -> list[torch.Tensor]:
     return [torch.randn(rows, dtype=torch.float64) for _ in range(2)]
+
+
+def apply(
+    inputs: list[torch.Tensor],
+    targets: torch.Tensor,
+    temperature: float,
+    *,
+    dtype: torch.dtype = FP32,
+    elements: int | None = None,
+) -> Pair:
+    hidden, head = inputs
+    return fused.token_logprobs_fused(hidden, head, targets, temperature, dtype, elements)
 
 
 def definition(
@@ -56,7 +68,7 @@ def kernels(
     elements: int = 10**6,
 ) -> list[torch.Tensor]:
     leaves = [x.to(DEVICE).detach().requires_grad_() for x in inputs]
-    outs = fused.token_logprobs_fused(*leaves, targets.to(DEVICE), temperature, dtype, elements)
+    outs = apply(leaves, targets.to(DEVICE), temperature, dtype=dtype, elements=elements)
     grads = torch.autograd.grad(outs, leaves, [p.to(DEVICE, FP32) for p in pulls])
     return [x.detach().cpu() for x in (*outs, *grads)]
 
@@ -142,7 +154,7 @@ def test_only_what_is_asked_for_is_computed() -> None:
         expected = definition(inputs, targets, 1.0, asked)
         for wanted in (0, 1):
             leaves = [x.to(DEVICE).requires_grad_(i == wanted) for i, x in enumerate(inputs)]
-            outs = fused.token_logprobs_fused(*leaves, targets.to(DEVICE), 1.0, FP32, 300)
+            outs = apply(leaves, targets.to(DEVICE), 1.0, elements=300)
             (grad,) = torch.autograd.grad(outs[used], leaves[wanted], pulls[used].to(DEVICE, FP32))
             error = float((grad.double().cpu() - expected[2 + wanted]).norm())
             assert error < 3e-6 * float(expected[2 + wanted].norm())
@@ -181,7 +193,7 @@ def test_strided_inputs_and_expanded_gradients() -> None:
     results = []
     for given in (inputs, apart, turned):
         leaves = [x.detach().requires_grad_() for x in given]
-        outs = fused.token_logprobs_fused(*leaves, chosen, 1.0, FP32, 100)
+        outs = apply(leaves, chosen, 1.0, elements=100)
         results.append([*outs, *torch.autograd.grad(outs[0].sum() + outs[1].sum(), leaves)])
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
@@ -191,8 +203,8 @@ def test_strided_inputs_and_expanded_gradients() -> None:
 def test_no_rows() -> None:
     leaves = [x.float().to(DEVICE).requires_grad_() for x in draw(0, 40)]
     empty = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    outs = fused.token_logprobs_fused(*leaves, empty, 1.0, FP32, None)
-    sum(out.sum() for out in outs).backward()
+    outs = apply(leaves, empty, 1.0)
+    torch.cat(outs).sum().backward()
     assert [len(out) for out in outs] == [0, 0]
     assert leaves[0].grad is not None and leaves[0].grad.shape == (0, 5)
     assert leaves[1].grad is not None and not bool(leaves[1].grad.any())

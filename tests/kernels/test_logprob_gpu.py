@@ -25,6 +25,11 @@ def draw(
     return [hidden, head], torch.randint(0, columns, (rows,), device="cuda")
 
 
+def score(inputs: list[torch.Tensor], targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden, head = inputs
+    return token_logprobs(hidden, head, targets)
+
+
 def both(
     inputs: list[torch.Tensor], targets: torch.Tensor, pulls: list[torch.Tensor], temperature: float
 ) -> list[torch.Tensor]:
@@ -81,7 +86,7 @@ def test_autocast_of_a_wide_policy_takes_the_kernels() -> None:
 def test_a_row_has_the_same_bits_in_any_company() -> None:
     inputs, targets = draw(20_000, 32_768, 512)
     with torch.no_grad():
-        whole = token_logprobs(*inputs, targets)
+        whole = score(inputs, targets)
         for begin, count in ((0, 1), (19_999, 1), (5, 16), (77, 300), (1, 12_345)):
             mine = slice(begin, begin + count)
             part = token_logprobs(inputs[0][mine], inputs[1], targets[mine])
@@ -130,15 +135,15 @@ def test_nothing_waits_for_the_device() -> None:
 def test_a_cuda_graph_gives_the_same_bits() -> None:
     inputs, targets = draw(300, 5000, 64)
     with torch.no_grad():
-        expected = token_logprobs(*inputs, targets)
+        expected = score(inputs, targets)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = token_logprobs(*inputs, targets)
+            captured = score(inputs, targets)
         graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
 def test_fp32_without_autocast_runs_in_torch() -> None:
     inputs, targets = draw(50, 700, 64, torch.float32)
-    found, expected = token_logprobs(*inputs, targets), naive_token_logprobs(*inputs, targets)
+    found, expected = score(inputs, targets), naive_token_logprobs(inputs[0], inputs[1], targets)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
