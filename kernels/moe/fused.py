@@ -142,15 +142,17 @@ def byte_mask(valid: Tensor | None) -> Tensor | None:
 def count(
     histogram: QuantileHistogram,
     values: Tensor,
-    cutoff: Tensor,
+    cutoff: Tensor | None,
     valid: Tensor | None,
     logits: bool,
 ) -> None:
-    """`QuantileHistogram.add` for contiguous ``values [T, E]``, scores or ``logits`` of them."""
+    """`QuantileHistogram.add` for contiguous ``values [T, E]``, scores or ``logits`` of them;
+    without ``cutoff`` where every expert takes every token."""
     tokens, num_experts = values.shape
-    if histogram.k == num_experts:  # nothing to balance
+    if histogram.k == num_experts or cutoff is None:
         histogram.tokens += tokens if valid is None else valid.sum()
-    if histogram.k == num_experts or not tokens:
+        return
+    if not tokens:
         return
     tables = (histogram.low, histogram.scale, histogram.counts, histogram.tokens)
     given = (values, cutoff.float().contiguous(), byte_mask(valid), *tables, tokens)
@@ -241,9 +243,8 @@ class Routing(torch.autograd.Function):
                 dense.scatter_(1, experts[some], d_logits[some])
                 if narrow:
                     product(parts_of(dense, x.dtype, False), turned, dx[some])
+                    d_weight += torch.mm(dense.t(), x[some], out_dtype=torch.float32)  # pyright: ignore[reportCallIssue, reportArgumentType]
                 else:
                     torch.mm(dense, turned, out=dx[some])
-                d_weight += torch.mm(
-                    dense.t(), x[some], **{"out_dtype": torch.float32} if narrow else {}
-                )
+                    d_weight += torch.mm(dense.t(), x[some])
         return dx, d_weight.to(weight.dtype), None, None, None, None

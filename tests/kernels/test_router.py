@@ -124,7 +124,7 @@ def test_routes_weights_and_gradients_are_those_of_the_twin(
     inputs = draw(37, width, experts)
     wide = [x.clone().requires_grad_() for x in inputs[:2]]
     narrow = [x.float().requires_grad_() for x in inputs[:2]]
-    expected, weights = naive_router(*wide, inputs[2], k)
+    expected, weights = naive_router(wide[0], wide[1], inputs[2], k)
     found, mixed = run([*narrow, inputs[2]], k)
     d_weights = torch.randn_like(weights)
     weights.backward(d_weights)
