@@ -35,7 +35,7 @@ class QuantileHistogram:
         cutoff: torch.Tensor | None = None,
     ) -> None:
         """Count the tokens of ``scores [T, E]`` where ``valid [T]``; ``cutoff [T]`` is `route`'s,
-        computed here if the caller does not have it."""
+        computed here if the caller does not have it. On a GPU the CPU does not wait for it."""
         scores = scores.detach()
         if self.k < len(self.bias) and cutoff is None:
             cutoff = route(scores, self.bias, self.k)[2]
