@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..device import launch
-from .descriptors import is_hopper, rows_of, shared, shared_blocks
+from ..device import is_hopper, launch
+from .descriptors import rows_of, shared, shared_blocks
 from .forward import SCAN_REGISTERS, VALUE_BLOCK, chunks_ahead
 from .gluon_grad import grad_hopper_kernel
 from .gluon_scan_backward import scan_backward_hopper_kernel

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..device import launch
-from .descriptors import is_hopper, processors, rows_of, shared, shared_blocks
+from ..device import is_hopper, launch, processors
+from .descriptors import rows_of, shared, shared_blocks
 from .gluon_prep import prep_hopper_kernel
 from .gluon_scan import scan_hopper_kernel
 from .gluon_stretch import stretch_hopper_kernel

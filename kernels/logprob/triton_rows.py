@@ -18,7 +18,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 # so that 0 times their differences is 0, and far apart, so that the former weighs nothing.
 NOTHING = tl.constexpr(-3.0e30)
 UNMET = tl.constexpr(-1.0e30)
-NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit(do_not_specialize=["start"])  # wide loads need to know what divides columns
@@ -50,7 +49,7 @@ def statistics_kernel(
     m = tl.full([BLOCK], UNMET, tl.float32)
     s = tl.zeros([BLOCK], tl.float32)
     w = tl.zeros([BLOCK], tl.float32)
-    target_logit = NAN
+    target_logit = float("nan")
     if not FIRST:
         m = tl.where(lane == 0, tl.load(peak + row), m)
         s = tl.where(lane == 0, tl.load(total + row), s)
@@ -78,7 +77,7 @@ def statistics_kernel(
         log_mass = tl.log2(mass)
         tl.store(entropy + row, LN2 * (log_mass - scale * moment / mass))
         known = target_logit == target_logit
-        mass = tl.where(known, log_mass, NAN)
+        mass = tl.where(known, log_mass, float("nan"))
         target_logit = LN2 * (scale * (target_logit - top) - mass)
     tl.store(peak + row, top)
     tl.store(total + row, mass)
