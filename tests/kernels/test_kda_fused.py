@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -11,7 +12,7 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, below
 
-from farhorizon.kernels.kda import fused, naive_kda, segments  # noqa: E402
+from farhorizon.kernels.kda import fused, naive_kda, segments, tables  # noqa: E402
 from farhorizon.kernels.kda.tables import Options  # noqa: E402
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -146,6 +147,52 @@ def test_long_sequences_of_few_heads_are_cut_in_time(monkeypatch: pytest.MonkeyP
     first = [x[40:140] for x in inputs[:5]] + inputs[5:7] + [inputs[7][2:3]]
     prefix, _ = run(first, choose((0, 100)))
     assert torch.equal(prefix, cut[0][40:140])  # what follows moves no cut
+    for final in (True, False):  # without gradients, less is computed
+        out, last = fused.ChunkKda.apply(*inputs, final, False, choose(bounds))
+        assert torch.equal(out, cut[0])
+        assert torch.equal(last, cut[1]) if final else last is None
+
+
+def test_pieces_fall_as_wanted_and_none_is_too_short() -> None:
+    """Shares 1 / (1 + f + f^2 ...) of the chunks, of as many pieces as their lengths allow."""
+    assert tables.piece_edges((0, 8960), 32, 0.5) == [0, 160, 240, 280]  # 4/7, 2/7, 1/7
+    assert tables.piece_edges((0, 8959), 32, 0.5) == [0, 187, 280]  # a third has less than 1280
+    assert tables.piece_edges((5, 6149), 32, 1.0) == [0, 96, 192]
+    assert tables.piece_edges((0, 6143), 32, 1.0) == [0, 192]  # halves have less than 3072 tokens
+    assert tables.piece_edges((0, 2**20), 32, 1.0) == [4096 * part for part in range(9)]
+    found = tables.pieces((7, 8998), 32, 0.5, torch.device("cpu"))
+    rows = [piece.sequences.tolist() for piece in found]
+    assert rows == [[[0, 0, 7, 5152]], [[0, 161, 5159, 2560]], [[0, 241, 7719, 1279]]]
+    assert [piece.chunks for piece in found] == [range(161), range(161, 241), range(241, 281)]
+
+
+def test_states_at_cuts_are_sums_in_the_order_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, in fp64, whatever the tiles; stretches of sequences without cuts have no map."""
+    monkeypatch.setattr(segments, "SPLIT_TOKENS", 64)
+    monkeypatch.setattr(segments, "WALK_ROWS", 4)
+    cut = segments.segments((0, 40, 240, 240, 370), 2, 32, torch.device(DEVICE))
+    assert cut is not None
+    whole, lines = (0, 5), ((1, 2, 3, 4), (6, 7, 8))
+    maps, driven = torch.randn(9, 2, WIDTH, WIDTH), torch.randn(9, 2, WIDTH, 2 * WIDTH)
+    maps[whole, :], driven[whole, :] = torch.nan, torch.nan
+    given = torch.randn(4, 2, WIDTH, 2 * WIDTH)
+
+    def move(step: torch.Tensor, state: torch.Tensor, number: int) -> torch.Tensor:
+        total = driven[number].double()
+        for k in range(WIDTH):
+            total = total + step[:, :, k, None].double() * state[:, k, None].double()
+        return total.float()
+
+    entering, leaving = torch.zeros_like(driven), torch.zeros_like(driven)
+    entering[[0, 1, 5, 6]], leaving[[0, 4, 5, 8]] = given, given
+    for line in lines:
+        for a, b in itertools.pairwise(line):
+            entering[b] = move(maps[a], entering[a], a)
+        for b, a in itertools.pairwise(line[::-1]):
+            leaving[a] = move(maps[b].mT, leaving[b], b)
+    turned, other, edges = (x.to(DEVICE) for x in (maps.mT.contiguous(), driven, given))
+    assert torch.equal(cut.entering(turned, other, edges).cpu(), entering)
+    assert torch.equal(cut.leaving(turned, other, edges).cpu(), leaving)
 
 
 def test_constant_decay_at_the_bound_has_an_exact_gradient() -> None:
