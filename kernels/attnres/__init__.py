@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from ..precision import as_given, widen
+from .rows import MixRows
 
 __all__ = ["mix", "naive_mix"]
 
@@ -38,59 +38,8 @@ def mix(
     ``[1, D]``), ``norm_weight`` n ``[D]``. Scores, softmax and values are fp32 (fp64 for fp64),
     under autocast too; the result has the sources' dtype. A zero query gives the plain average.
     """
+    width = sources[0].shape[-1]
+    rows = [source.reshape(-1, width) for source in sources]
     with as_given(sources[0]):
-        return _Mix.apply(query, norm_weight, eps, *sources)
-
-
-class _Mix(torch.autograd.Function):
-    """Recomputes the mixture in backward, so that nothing but its inputs is kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, norm: torch.Tensor, eps: float, *sources: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(query, norm, *sources)
-        ctx.eps = eps
-        out = _mixture(query, norm, eps, sources)[3]
-        return out.to(sources[0].dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with as_given(upstream[0]):
-            return _gradients(ctx, upstream[0])
-
-
-def _gradients(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    query, norm, *sources = ctx.saved_tensors
-    direction, inverse, weights, out = _mixture(query, norm, ctx.eps, sources)
-    grad = widen(upstream)
-    along_out = (grad * out).sum(-1)
-    d_direction = torch.zeros_like(direction)
-    d_sources = []
-    for source, rs, p in zip(sources, inverse, weights, strict=True):
-        v = widen(source)
-        d_score = p * ((grad * v).sum(-1) - along_out)  # [...]
-        scaled = d_score * rs
-        score = (v @ direction) * rs
-        d_direction = d_direction + scaled.flatten() @ v.flatten(0, -2)
-        pull = scaled[..., None] * direction - (scaled * score * rs / v.shape[-1])[..., None] * v
-        d_sources.append((p[..., None] * grad + pull).to(source.dtype))
-    wide_query, wide_norm = widen(query).flatten(), widen(norm)
-    d_query = (d_direction * wide_norm).view(query.shape).to(query.dtype)
-    d_norm = (d_direction * wide_query).to(norm.dtype)
-    return d_query, d_norm, None, *d_sources
-
-
-def _mixture(
-    query: torch.Tensor, norm: torch.Tensor, eps: float, sources: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    direction = (widen(query) * widen(norm)).flatten()
-    wide = [widen(s) for s in sources]
-    inverse = [torch.rsqrt(v.square().mean(-1) + eps) for v in wide]
-    weights = torch.softmax(
-        torch.stack([(v @ direction) * rs for v, rs in zip(wide, inverse, strict=True)]), 0
-    )
-    out = weights[0][..., None] * wide[0]
-    for v, p in zip(wide[1:], weights[1:], strict=True):
-        out = torch.addcmul(out, v, p[..., None])
-    return direction, inverse, weights, out
+        out = MixRows.apply(query.flatten(), norm_weight, eps, *rows)
+    return out.view(sources[0].shape)

@@ -1,10 +1,11 @@
 """Mixture of experts: routing, Quantile Balancing statistics, SiTU-GLU, grouped experts, and the
 4-bit format of published experts."""
 
-from .experts import grouped_experts, naive_experts, situ_glu
+from .experts import grouped_experts, naive_experts
 from .histogram import QuantileHistogram
 from .mxfp4 import mxfp4_decode, mxfp4_encode, mxfp4_rounded
 from .route import mixing_weights, route
+from .situ import naive_situ_glu, situ_glu
 
 __all__ = [
     "QuantileHistogram",
@@ -14,6 +15,7 @@ __all__ = [
     "mxfp4_encode",
     "mxfp4_rounded",
     "naive_experts",
+    "naive_situ_glu",
     "route",
     "situ_glu",
 ]

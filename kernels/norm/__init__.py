@@ -1,13 +1,24 @@
-"""RMSNorm of a head times a sigmoid gate."""
+"""RMSNorm, and RMSNorm of a head times a sigmoid gate."""
 
 from __future__ import annotations
 
 import torch
 
 from ..device import takes_kernels
-from .naive import naive_gated_norm
+from .naive import naive_gated_norm, naive_rms_norm
+from .rows import NormRows
 
-__all__ = ["gated_norm", "naive_gated_norm"]
+__all__ = ["gated_norm", "naive_gated_norm", "naive_rms_norm", "rms_norm"]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x rsqrt(mean(x^2) + eps) weight`` over the last dimension, in fp32 or wider.
+
+    ``x [..., V]``, ``weight [V]``; the result has x's dtype. Differentiable in both.
+    """
+    if _takes_rows(x, weight):
+        return NormRows.apply(_rows(x), None, weight, eps).view(x.shape)
+    return naive_rms_norm(x, weight, eps)
 
 
 def gated_norm(
@@ -29,4 +40,17 @@ def gated_norm(
         from .fused import gated_norm_fused
 
         return gated_norm_fused(x, gate, weight, eps)
+    if _takes_rows(x, weight) and gate.dtype == x.dtype:
+        return NormRows.apply(_rows(x), _rows(gate), weight, eps).view(x.shape)
     return naive_gated_norm(x, gate, weight, eps)
+
+
+def _takes_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a CPU trains on ``x``: where autograd does not follow, one call costs less."""
+    wide = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
+    follows = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return x.device.type == "cpu" and wide and follows
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
