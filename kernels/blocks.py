@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-BLOCK_ELEMENTS = 1 << 15  # 128 KiB in fp32: a few of them fit beside each other
+BLOCK_ELEMENTS = 1 << 16  # 256 KiB in fp32: a few of them fit beside each other
 
 
 def blocks(rows: int, width: int) -> Iterator[slice]:
