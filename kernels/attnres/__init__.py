@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..blocks import BLOCK_ELEMENTS
 from ..precision import as_given, widen
 from .rows import MixRows
 
@@ -38,6 +39,10 @@ def mix(
     ``[1, D]``), ``norm_weight`` n ``[D]``. Scores, softmax and values are fp32 (fp64 for fp64),
     under autocast too; the result has the sources' dtype. A zero query gives the plain average.
     """
+    count = sources[0].numel() * len(sources)
+    if not torch.is_grad_enabled() and count <= BLOCK_ELEMENTS and not sources[0].is_cuda:
+        with as_given(sources[0]):
+            return naive_mix(sources, query, norm_weight, eps)  # fewest calls
     width = sources[0].shape[-1]
     rows = [source.reshape(-1, width) for source in sources]
     with as_given(sources[0]):

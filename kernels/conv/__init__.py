@@ -6,7 +6,7 @@ import torch
 
 from ..device import takes_kernels
 from .naive import naive_short_conv
-from .rows import LEAST_ELEMENTS, ConvRows
+from .rows import ConvRows, takes_rows
 
 __all__ = ["naive_short_conv", "short_conv"]
 
@@ -29,17 +29,10 @@ def short_conv(
         from .fused import short_conv_fused
 
         return short_conv_fused(x, kernel, bounds, tail)
-    if tail is None and _takes_rows(x, kernel, len(bounds) - 1):
+    if tail is None and takes_rows(x, kernel, len(bounds) - 1):
         out = ConvRows.apply(x.contiguous(), kernel.T.flip(0).contiguous(), bounds)
         return out, _last_rows(x, bounds, kernel.shape[1] - 1)
     return naive_short_conv(x, kernel, bounds, tail)
-
-
-def _takes_rows(x: torch.Tensor, kernel: torch.Tensor, count: int) -> bool:
-    """Whether a CPU trains on sequences that are long enough."""
-    wide = x.dtype == kernel.dtype and x.dtype in (torch.float32, torch.float64)
-    follows = torch.is_grad_enabled() and (x.requires_grad or kernel.requires_grad)
-    return x.device.type == "cpu" and wide and follows and x.numel() >= count * LEAST_ELEMENTS
 
 
 def _last_rows(x: torch.Tensor, bounds: tuple[int, ...], history: int) -> torch.Tensor:

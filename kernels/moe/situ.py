@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..blocks import blocks
+from ..blocks import blocks, trains_on_cpu
 from ..precision import widen
 
 
@@ -18,9 +18,7 @@ def situ_glu(
 
     Bounded by ``beta * linear_beta`` for any input; the result has gate's dtype.
     """
-    wide = gate.dtype == up.dtype and gate.dtype in (torch.float32, torch.float64)
-    follows = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-    if gate.device.type == "cpu" and wide and follows:
+    if trains_on_cpu(gate, up):
         width = gate.shape[-1]
         rows = (gate.reshape(-1, width), up.reshape(-1, width))
         return SituRows.apply(*rows, beta, linear_beta).view(gate.shape)
@@ -66,9 +64,10 @@ class SituRows(torch.autograd.Function):
             a, dy = gate[some], upstream[0][some]
             t, s = torch.div(a, beta).tanh_(), torch.sigmoid(a)
             u = torch.div(up[some], linear_beta).tanh_()
-            h = torch.mul(t, s).mul_(beta)
-            slope = torch.addcmul(s, s, t.square_(), value=-1)  # s (1 - t^2)
-            slope.add_(h).addcmul_(h, s, value=-1)
-            torch.mul(dy, u, out=d_gate[some]).mul_(linear_beta).mul_(slope)
-            torch.mul(dy, h, out=d_up[some]).mul_(u.square_().neg_().add_(1))
+            slope = torch.ops.aten.tanh_backward(s, t)
+            h = t.mul_(beta)
+            slope += torch.ops.aten.sigmoid_backward(h, s)
+            h *= s
+            torch.mul(dy, u, out=d_gate[some]).mul_(slope).mul_(linear_beta)
+            d_up[some] = torch.ops.aten.tanh_backward(h.mul_(dy), u)
         return d_gate, d_up, None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..blocks import trains_on_cpu
 from ..device import takes_kernels
 from .naive import naive_gated_norm, naive_rms_norm
 from .rows import NormRows
@@ -16,7 +17,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     ``x [..., V]``, ``weight [V]``; the result has x's dtype. Differentiable in both.
     """
-    if _takes_rows(x, weight):
+    if trains_on_cpu(x, weight):
         return NormRows.apply(_rows(x), None, weight, eps).view(x.shape)
     return naive_rms_norm(x, weight, eps)
 
@@ -40,16 +41,9 @@ def gated_norm(
         from .fused import gated_norm_fused
 
         return gated_norm_fused(x, gate, weight, eps)
-    if _takes_rows(x, weight) and gate.dtype == x.dtype:
+    if trains_on_cpu(x, gate, weight):
         return NormRows.apply(_rows(x), _rows(gate), weight, eps).view(x.shape)
     return naive_gated_norm(x, gate, weight, eps)
-
-
-def _takes_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a CPU trains on ``x``: where autograd does not follow, one call costs less."""
-    wide = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
-    follows = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return x.device.type == "cpu" and wide and follows
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

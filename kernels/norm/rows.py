@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..blocks import blocks
+from ..precision import as_given
 
 
 class NormRows(torch.autograd.Function):
@@ -38,18 +39,17 @@ class NormRows(torch.autograd.Function):
         (d_out,) = upstream
         dx, d_weight = torch.empty_like(x), torch.zeros_like(weight)
         d_gate = None if gate is None else torch.empty_like(gate)
-        for some in blocks(*x.shape):
-            scale, pull = scales[some], d_out[some]
-            normed = x[some] * scale
-            if gate is not None and d_gate is not None:
-                opened = torch.sigmoid(gate[some])
-                pull = pull * opened
-                torch.mul(pull, normed, out=d_gate[some])
-                d_weight += d_gate[some].sum(0)
-                d_gate[some].mul_(weight).mul_(opened.neg_().add_(1))
-            else:
-                d_weight += (pull * normed).sum(0)
-            pull = pull * weight
-            along = torch.mul(pull, normed, out=dx[some]).mean(-1, keepdim=True)
-            torch.addcmul(pull, normed, along, value=-1, out=dx[some]).mul_(scale)
+        with as_given(d_out):
+            for some in blocks(*x.shape):
+                rows, pull, scale = x[some], d_out[some], scales[some]
+                if gate is not None and d_gate is not None:
+                    opened = torch.sigmoid(gate[some])
+                    closing = torch.mul(pull, rows, out=d_gate[some]).mul_(opened)
+                    pull = pull * opened
+                product = pull * rows
+                d_weight += torch.mv(product.T, scale[:, 0])
+                along = torch.mv(product, weight)[:, None].mul_(scale.pow(3)).div_(-x.shape[1])
+                torch.mul(pull, weight, out=dx[some]).mul_(scale).addcmul_(rows, along)
+                if d_gate is not None:
+                    closing.mul_(scale).mul_(weight).mul_(opened.neg_().add_(1))
         return dx, d_gate, d_weight, None
