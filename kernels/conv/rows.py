@@ -6,6 +6,7 @@ With p_t = sum_i k_i x_(t-i) and y = p sigmoid(p):
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +76,6 @@ def _convolved(
 
 def _stretches(bounds: tuple[int, ...], width: int) -> Iterator[tuple[int, int, int]]:
     """First row of the sequence, first row and end of each stretch, in order."""
-    for first, end in zip(bounds, bounds[1:], strict=False):
+    for first, end in itertools.pairwise(bounds):
         for some in blocks(end - first, width):
             yield first, first + some.start, first + some.stop
