@@ -47,7 +47,7 @@ def scan_backward(
         scan_back(prepared, d_out, None, cut.split, None, driven)
         leaving = cut.leaving(maps, driven, d_final)
         scan_back(prepared, d_out, kept, cut.sequences, leaving, starts)
-        d_initial = starts[[line[0] for line in cut.lines]] if initial else None
+        d_initial = starts.index_select(0, cut.first) if initial else None
     return *kept, d_initial
 
 

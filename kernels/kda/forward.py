@@ -79,7 +79,7 @@ def forward(
         scan(prepared, v, None, cut.split, None, driven)
         ends = edges(rows)
         scan(prepared, v, kept, cut.sequences, cut.entering(maps, driven, initial), ends)
-        last = ends[[line[-1] for line in cut.lines]] if final else None
+        last = ends.index_select(0, cut.last) if final else None
     elif is_hopper(v.device) and len(sequences) == 1 and tokens >= 2 * PIECE_TOKENS:
         last = edges(1) if final else None
         overlapped(inputs, parameters, options, prepared, placed.chunks, kept, initial, last)
@@ -206,9 +206,10 @@ def scan(
     whole: bool = False,
 ) -> None:
     """Second pass over ``sequences`` [N, 4], into ``kept`` (outputs; where they are wanted, U and
-    the states entering chunks) and ``last`` (final states). Without ``driven`` all values are
-    0, and the state has as many of them as ``last``. With ``whole`` only sequences that end with a
-    whole chunk have a final state, and ``last`` may be ``initial``."""
+    the states entering chunks) and ``last`` (final states). Without ``driven`` all values are 0;
+    ``initial`` and ``last`` are then maps, held transposed, ``[N, H, V, K]`` with as many values as
+    ``last`` has. With ``whole`` only sequences that end with a whole chunk have a final state, and
+    ``last`` may be ``initial``."""
     out, written, states = kept or (None, None, None)
     heads, count, size, width = prepared.kt.shape
     values = v.shape[2] if driven or last is None else last.shape[3]

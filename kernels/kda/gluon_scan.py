@@ -136,7 +136,10 @@ def run_chunks(
     token = gl.arange(0, C, layout=gl.SliceLayout(0, thin))
     channel = gl.arange(0, K, layout=gl.SliceLayout(0, wide))
     value = gl.arange(0, BV, layout=gl.SliceLayout(1, wide))
-    place = edge + channel[None, :].to(gl.int64) * V + value[:, None]
+    if DRIVEN:
+        place = edge + channel[None, :].to(gl.int64) * V + (column + value)[:, None]
+    else:
+        place = edge + (column + value)[:, None].to(gl.int64) * K + channel[None, :]
     if INITIAL:
         used = length > 0 if WHOLE else None
         state = gl.load(initial + place, mask=used).to(gl.float32)
@@ -254,7 +257,7 @@ def scan_hopper_kernel(
     space = head.to(gl.int64) * chunks + gl.minimum(first, chunks - 1)
     descs = (kt_desc, qt_desc, kh_desc, inv_desc, att_desc, decay_desc, beta_desc, v_desc)
     buffers, ready, free = open_stages(descs, STAGES)
-    edge = (number * heads + head) * K * V + column
+    edge = (number * heads + head) * K * V
     if OUT:
         out += (start.to(gl.int64) * heads + head) * V
     if SAVE:

@@ -29,8 +29,8 @@ class ReplayState:
     ``boundary`` fp32 or wider [N, H, K, V]: the state where the current chunk starts. ``rows``: q,
     k, v, g and beta ``[N, size, H, .]`` of the tokens since then. ``lengths`` int64 [N] counts all
     tokens. ``stretch`` where the kernels cut long sequences (`segments`): the state that entered
-    the current stretch, its map [N, H, K, K] and what it drives from a zero state, up to the
-    boundary.
+    the current stretch, its map [N, H, K, K], transposed, and what it drives from a zero state, up
+    to the boundary.
     """
 
     boundary: Tensor

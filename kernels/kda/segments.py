@@ -9,6 +9,7 @@ from the sequence's start, whatever follows and whatever it is packed with: neit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -16,35 +17,40 @@ from itertools import pairwise
 import torch
 
 from ..device import launch
-from .triton_chain import chain_kernel, restart_kernel
+from .tables import kept_for_graphs
+from .triton_chain import chain_kernel, restart_kernel, walk_kernel
 
 SPLIT_TOKENS = 32768  # counted from the sequence's own start
 MOST_HEADS = 16
 CHAIN_BLOCK = 32
+WALK_COLUMNS = 8  # a program; with them eight heads fill a GPU
+WALK_ROWS = 32  # of a map, read ahead of their use
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Stretches of packed sequences, numbered in order.
+    """Stretches of packed sequences, numbered in order; tables on the device.
 
-    ``sequences`` [S, 4] and ``split`` (only the stretches of sequences that are cut) are tables as
-    in `tables.Tables`; ``lines`` are the numbers of each sequence's stretches.
+    ``sequences`` [S, 4] and ``split`` (only the stretches of sequences that are cut) are as in
+    `tables.Tables`. ``first`` and ``last`` [N] are the numbers of each sequence's stretches at its
+    ends, ``walks`` [M, 2] those of sequences that are cut.
     """
 
     sequences: torch.Tensor
     split: torch.Tensor
-    lines: tuple[range, ...]
+    first: torch.Tensor
+    last: torch.Tensor
+    walks: torch.Tensor
 
     def entering(
         self, maps: torch.Tensor, driven: torch.Tensor, initial: torch.Tensor | None
     ) -> torch.Tensor:
-        """States ``[S, H, K, V]`` at the start of the stretches; ``initial [N, H, K, V]``."""
+        """States ``[S, H, K, V]`` at the start of the stretches; ``maps [S, H, K, K]`` are held
+        transposed, ``initial [N, H, K, V]``."""
         states = torch.zeros_like(driven)
-        for row, line in enumerate(self.lines):
-            if initial is not None:
-                states[line.start] = initial[row]
-            for number in line[:-1]:
-                states[number + 1] = chained(maps[number], states[number], driven[number])
+        if initial is not None:
+            states.index_copy_(0, self.first, initial)
+        walk(maps, driven, states, self.walks, backward=False)
         return states
 
     def leaving(
@@ -52,20 +58,35 @@ class Segments:
     ) -> torch.Tensor:
         """State gradients ``[S, H, K, V]`` at the stretches' ends; ``d_final [N, H, K, V]``."""
         grads = torch.zeros_like(driven)
-        for row, line in enumerate(self.lines):
-            if d_final is not None:
-                grads[line[-1]] = d_final[row]
-            for number in reversed(line[1:]):
-                before = maps[number].transpose(1, 2)
-                grads[number - 1] = chained(before, grads[number], driven[number])
+        if d_final is not None:
+            grads.index_copy_(0, self.last, d_final)
+        walk(maps.mT.contiguous(), driven, grads, self.walks, backward=True)
         return grads
 
 
-def chained(step: torch.Tensor, state: torch.Tensor, driven: torch.Tensor) -> torch.Tensor:
-    """step state + driven ``[H, K, V]``, in fp64; ``step [H, K, K]`` may be transposed."""
-    out = torch.empty_like(state)
-    launch_chain(step, state, driven, out, None)
-    return out
+def walk(
+    steps: torch.Tensor,
+    driven: torch.Tensor,
+    states: torch.Tensor,
+    walks: torch.Tensor,
+    *,
+    backward: bool,
+) -> None:
+    """`triton_chain.walk_kernel` along ``states [S, H, K, V]``, with ``driven`` of that shape and
+    ``steps [S, H, K, K]``."""
+    heads, width, values = states.shape[1:]
+    columns = min(values, WALK_COLUMNS)
+    grid = (len(walks) * heads, values // columns)
+    held = driven.new_empty(*grid, 2, width, columns, dtype=torch.float64)
+    launch(walk_kernel)[grid](
+        *(steps, driven, states, held, walks, heads),
+        K=width,
+        V=values,
+        COLUMNS=columns,
+        ROWS=min(width, WALK_ROWS),
+        BACKWARD=backward,
+        num_warps=8,
+    )
 
 
 def chain_where(
@@ -77,36 +98,20 @@ def chain_where(
 ) -> None:
     """Start the next stretch of the sequences that are ``wanted`` [N], all in place.
 
-    ``entering, driven [N, H, K, V]`` and ``maps [N, H, K, K]`` of the stretch that ends give
-    ``state [N, H, K, V]``, and become those of an empty stretch that follows.
+    ``entering, driven [N, H, K, V]`` and ``maps [N, H, K, K]``, transposed, of the stretch that
+    ends give ``state [N, H, K, V]``, and become those of an empty stretch that follows.
     """
-    launch_chain(maps, entering, driven, state, wanted)
     count, heads, width, values = state.shape
-    rows = min(width, CHAIN_BLOCK)
-    launch(restart_kernel)[(count * heads, width // rows)](
-        *(state, entering, maps, driven, wanted, heads), K=width, V=values, ROWS=rows
-    )
-
-
-def launch_chain(
-    step: torch.Tensor,
-    state: torch.Tensor,
-    driven: torch.Tensor,
-    out: torch.Tensor,
-    wanted: torch.Tensor | None,
-) -> None:
-    """`triton_chain.chain_kernel` over all leading dimensions, the last of which is heads."""
-    width, values = state.shape[-2:]
     rows, columns = min(width, CHAIN_BLOCK), min(values, CHAIN_BLOCK)
-    lines = state.shape[:-2].numel()
-    launch(chain_kernel)[(lines, width // rows, values // columns)](
-        *(step, state, driven, out, wanted, state.shape[-3]),
-        *step.stride()[-2:],
+    launch(chain_kernel)[(count * heads, width // rows, values // columns)](
+        *(maps, entering, driven, state, wanted, heads),
         K=width,
         V=values,
         ROWS=rows,
         COLUMNS=columns,
-        SOME=wanted is not None,
+    )
+    launch(restart_kernel)[(count * heads, width // rows)](
+        *(state, entering, maps, driven, wanted, heads), K=width, V=values, ROWS=rows
     )
 
 
@@ -117,7 +122,7 @@ def segments(
     longest = max(end - start for start, end in pairwise(bounds))
     if heads > MOST_HEADS or longest <= SPLIT_TOKENS:
         return None
-    return _segments(bounds, size, SPLIT_TOKENS, device)
+    return kept_for_graphs(_segments(bounds, size, SPLIT_TOKENS, device), device)
 
 
 @lru_cache(maxsize=4)
@@ -125,7 +130,7 @@ def segments(
 def _segments(bounds: tuple[int, ...], size: int, span: int, device: torch.device) -> Segments:
     rows: list[tuple[int, int, int, int]] = []
     split: list[tuple[int, int, int, int]] = []
-    lines: list[range] = []
+    edges: list[tuple[int, int]] = []
     chunk = 0
     for start, end in pairwise(bounds):
         length = end - start
@@ -133,13 +138,15 @@ def _segments(bounds: tuple[int, ...], size: int, span: int, device: torch.devic
             (len(rows) + i, chunk + cut // size, start + cut, min(span, length - cut))
             for i, cut in enumerate(range(0, max(length, 1), span))
         ]
-        lines.append(range(len(rows), len(rows) + len(here)))
+        edges.append((here[0][0], here[-1][0]))
         rows += here
         split += here if len(here) > 1 else []
         chunk += -(-length // size)
     rows.sort(key=lambda row: -row[3])
 
-    def table(found: list[tuple[int, int, int, int]]) -> torch.Tensor:
+    def table(found: Sequence[Sequence[int]]) -> torch.Tensor:
         return torch.tensor(found, dtype=torch.int32).to(device)
 
-    return Segments(table(rows), table(split), tuple(lines))
+    first, last = torch.tensor(edges).T.contiguous().to(device)
+    walks = table([edge for edge in edges if edge[0] < edge[1]])
+    return Segments(table(rows), table(split), first, last, walks)

@@ -47,7 +47,8 @@ def scan_kernel(
     """``BV`` value columns of one head of one sequence; grid (N * H, V // BV).
 
     ``SAVE`` also writes U and the state entering each chunk, for the backward pass. Without
-    ``DRIVEN`` the values are zero, without ``OUT`` only final states are written. With ``WHOLE``
+    ``DRIVEN`` the values are zero, and initial and final states are maps, held transposed
+    ``[V, K]``. Without ``OUT`` only final states are written. With ``WHOLE``
     no state is read of a sequence without tokens, and no final one written of a sequence that ends
     inside a chunk, so that ``final`` may be ``initial``.
     """
@@ -61,7 +62,11 @@ def scan_kernel(
     row = tl.arange(0, C)
     channel = tl.arange(0, K)
     space = head.to(tl.int64) * chunks + first
-    edge = ((number * heads + head) * K + channel[None, :]) * V + column[:, None]
+    edge = (number * heads + head) * K * V
+    if DRIVEN:
+        edge += channel[None, :] * V + column[:, None]
+    else:
+        edge += column[:, None] * K + channel[None, :]
     if INITIAL:
         used = length > 0 if WHOLE else None
         state = tl.load(initial + edge, mask=used).to(tl.float32)

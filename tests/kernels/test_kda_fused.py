@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -146,6 +147,35 @@ def test_long_sequences_of_few_heads_are_cut_in_time(monkeypatch: pytest.MonkeyP
     first = [x[40:140] for x in inputs[:5]] + inputs[5:7] + [inputs[7][2:3]]
     prefix, _ = run(first, choose((0, 100)))
     assert torch.equal(prefix, cut[0][40:140])  # what follows moves no cut
+
+
+def test_states_at_cuts_are_sums_in_the_order_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, in fp64, whatever the tiles; stretches of sequences without cuts have no map."""
+    monkeypatch.setattr(segments, "SPLIT_TOKENS", 64)
+    monkeypatch.setattr(segments, "WALK_ROWS", 4)
+    cut = segments.segments((0, 40, 240, 240, 370), 2, 32, torch.device(DEVICE))
+    assert cut is not None
+    whole, lines = (0, 5), ((1, 2, 3, 4), (6, 7, 8))
+    maps, driven = torch.randn(9, 2, WIDTH, WIDTH), torch.randn(9, 2, WIDTH, 2 * WIDTH)
+    maps[whole, :], driven[whole, :] = torch.nan, torch.nan
+    given = torch.randn(4, 2, WIDTH, 2 * WIDTH)
+
+    def move(step: torch.Tensor, state: torch.Tensor, number: int) -> torch.Tensor:
+        total = driven[number].double()
+        for k in range(WIDTH):
+            total = total + step[:, :, k, None].double() * state[:, k, None].double()
+        return total.float()
+
+    entering, leaving = torch.zeros_like(driven), torch.zeros_like(driven)
+    entering[[0, 1, 5, 6]], leaving[[0, 4, 5, 8]] = given, given
+    for line in lines:
+        for a, b in itertools.pairwise(line):
+            entering[b] = move(maps[a], entering[a], a)
+        for b, a in itertools.pairwise(line[::-1]):
+            leaving[a] = move(maps[b].mT, leaving[b], b)
+    turned, other, edges = (x.to(DEVICE) for x in (maps.mT.contiguous(), driven, given))
+    assert torch.equal(cut.entering(turned, other, edges).cpu(), entering)
+    assert torch.equal(cut.leaving(turned, other, edges).cpu(), leaving)
 
 
 def test_constant_decay_at_the_bound_has_an_exact_gradient() -> None:
