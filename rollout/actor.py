@@ -13,7 +13,7 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
-from ..configs.errors import RunFailed, last_line
+from ..configs.errors import RunFailed, UserError, last_line
 from ..configs.schema import EnvConfig, RolloutConfig
 from ..envs.registry import make_config, resolve_plugins
 from ..envs.types import Task
