@@ -30,7 +30,7 @@ class Kept(NamedTuple):
 
     state: Tensor  # [n, K, V] S
     u: Tensor  # [n, CHUNK, V]
-    inverse: Tensor  # [n, CHUNK, CHUNK] M
+    solve: Tensor  # [n, CHUNK, CHUNK] -M diag(beta)
 
 
 def blocked_gradients(
@@ -58,13 +58,14 @@ def blocked_gradients(
     slopes = wide.new_zeros(2, heads, CHUNK, width)  # of x and log x, x = rate (z + bias)
     left = iter(reversed(kept))
     for group in reversed(given.groups(options)):
-        chain = _Chain(group, d_state)
+        ends = d_state.index_select(0, group.order).flatten(0, 1)
+        state = ends[:0]
         for block in reversed(group.blocks):
             f, saved = factors(given, block, options), next(left)
-            back = _scan(f, saved, take(d_out, block), chain, block, options.scale)
+            back, state = _scan(f, saved, take(d_out, block), state, ends, block, options.scale)
             d_q, d_k, d_gate = _inside(f, saved, back, given.sums, options.norm)
             for target, x, factor in (
-                (targets[0], d_q, f.q_norm),
+                (targets[0], d_q, 1.0),
                 (targets[1], d_k, f.k_norm),
                 (targets[2], back.both[:, :CHUNK], -1.0),
                 (targets[3], d_gate, given.rate),
@@ -72,10 +73,10 @@ def blocked_gradients(
                 if target is not None:
                     give(target, x, factor, block)
             if targets[4] is not None:
-                give(targets[4], _d_beta(given, f, saved, back.z, block, options), 1.0, block)
-            for total, x in zip(slopes, (d_gate, d_gate * f.logit), strict=True):
-                total += x.unflatten(0, (-1, heads)).sum(0)
-        chain.close(d_state)
+                give(targets[4], _d_beta(given, f, saved, back, block, options), 1.0, block)
+            slopes[0] += d_gate.view(-1, *slopes[0].shape).sum(0)
+            slopes[1] += d_gate.mul_(f.logit).view(-1, *slopes[1].shape).sum(0)
+        d_state.index_copy_(0, group.order[: len(state) // heads], state.view(-1, *shape[1:]))
     d_x, d_log = slopes.sum(2)
     ends = [None if x is None else x[:tokens] for x in targets]
     if ends[4] is not None:
@@ -86,94 +87,93 @@ def blocked_gradients(
 class _Back(NamedTuple):
     """What the scan of one block leaves to the rest of it."""
 
-    both: Tensor  # [n, 2 CHUNK, V] -dV, then dO times the scale
-    z: Tensor  # [n, CHUNK, V]
-    reads: Tensor  # [n, CHUNK, CHUNK] P over the scale
+    both: Tensor  # [n, 2 CHUNK, V] -dV, then dO times the scale and the norm of q
+    d_u: Tensor  # [n, CHUNK, V]
+    reads: Tensor  # [n, CHUNK, CHUNK] P
     d_leaving: Tensor  # [n, K, V] dS'
 
 
 def _scan(
-    f: Factors, kept: Kept, d_out: Tensor, chain: _Chain, block: Block, scale: float
-) -> _Back:
-    chunks, heads, _, value = d_out.shape
+    f: Factors,
+    kept: Kept,
+    d_out: Tensor,
+    state: Tensor,
+    ends: Tensor,
+    block: Block,
+    scale: float,
+) -> tuple[_Back, Tensor]:
+    """The block backwards, and the gradient of the state that enters it.
+
+    ``state`` is the gradient of the states that enter the next block, ``ends`` of final states.
+    """
+    heads, value = d_out.shape[1], d_out.shape[-1]
     sizes = [n * heads for n in block.sizes]
-    both = f.k.new_empty(len(f.k), 2 * CHUNK, value)
-    torch.mul(d_out, scale, out=both.view(chunks, heads, -1, value)[:, :, CHUNK:])
-    if block.empty is not None:  # its rows in a tensor of 2 CHUNK rows, lower half
+    both = f.k.new_empty(*d_out.shape[:2], 2 * CHUNK, value)
+    torch.mul(d_out, f.q_norm * scale, out=both[:, :, CHUNK:])
+    if block.empty is not None:  # rows of CHUNK to those of the lower half of 2 CHUNK
         both.view(-1, value).index_fill_(0, block.empty + (block.empty // CHUNK + 1) * CHUNK, 0)
+    both = both.view(-1, 2 * CHUNK, value)
     reads = torch.bmm(f.both[:, CHUNK:], f.shrunk.mT).tril_()
     d_u = torch.bmm(reads.mT, both[:, CHUNK:])
-    z = torch.empty_like(d_u)
     d_leaving = torch.empty_like(kept.state)
-    tensors = (d_u, f.k_out, kept.inverse.mT, z, -f.beta, both, f.both.mT, f.total.mT, d_leaving)
+    places = d_leaving.split(sizes)
+    places[-1][: len(state)].copy_(state)
+    tensors = (d_u, f.k_out, kept.solve.mT, both, f.both.mT, f.total.mT)
     parts = list(zip(*(x.split(sizes) for x in tensors), strict=True))
-    for d_u_, k_out_, solve_, z_, beta_, both_, reads_, total_, place in reversed(parts):
-        chain.enter(place)
-        torch.bmm(solve_, d_u_.baddbmm_(k_out_, place), out=z_)
-        torch.mul(z_, beta_, out=both_[:, :CHUNK])
-        chain.step(total_, reads_, both_)
-    return _Back(both, z, reads, d_leaving)
-
-
-class _Chain:
-    """Gradients of the states of a group, the last chunk position first; see `blocked`."""
-
-    def __init__(self, group: Group, d_final: Tensor) -> None:
-        self.order, self.heads = group.order, d_final.shape[1]
-        self.before = d_final.index_select(0, group.order).flatten(0, 1)
-        self.state = self.before[:0]
-
-    def enter(self, place: Tensor) -> None:
-        """Fills ``place``: what the next position passed on, then the ends of sequences."""
-        going = len(self.state)
-        place[:going].copy_(self.state)
-        if len(place) > going:
-            place[going:].copy_(self.before[going : len(place)])
-        self.place = place
-
-    def step(self, total: Tensor, reads: Tensor, both: Tensor) -> None:
-        self.state = (self.place * total).baddbmm_(reads, both)
-
-    def close(self, d_state: Tensor) -> None:
-        """The gradients of the states that entered the first position, into ``d_state``."""
-        done = self.order[: len(self.state) // self.heads]
-        d_state.index_copy_(0, done, self.state.unflatten(0, (-1, self.heads)))
+    going = len(state)
+    for i in reversed(range(len(sizes))):
+        d_u_, k_out, solve, both_, reads_, total = parts[i]
+        place, size = places[i], sizes[i]
+        if going < size:
+            place[going:].copy_(ends[going:size])
+        torch.bmm(solve, d_u_.baddbmm_(k_out, place), out=both_[:, :CHUNK])
+        state = places[i - 1][:size] if i else torch.empty_like(place)
+        torch.mul(place, total, out=state).baddbmm_(reads_, both_)
+        going = size
+    return _Back(both, d_u, reads, d_leaving), state
 
 
 def _inside(
     f: Factors, kept: Kept, back: _Back, sums: Tensor, norm: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q and k over their norms, and of the logit of the gate over its rate."""
+    """Gradients of q, of k over its norm, and of the logit of the gate over its rate."""
     pairs = torch.bmm(back.both, kept.u.mT)  # dL', then dP
     own = pairs[:, CHUNK:].diagonal(dim1=1, dim2=2)[..., None].clone()
-    pairs.unflatten(1, (2, CHUNK)).tril_(-1)
+    pairs.view(-1, 2, CHUNK, CHUNK).tril_(-1)
     d_both = torch.bmm(back.both, kept.state.mT).baddbmm_(pairs, f.shrunk)
     d_shrunk = torch.bmm(kept.u, back.d_leaving.mT).mul_(f.total)
     d_total = torch.mul(kept.state, back.d_leaving).sum(2).mul_(f.total[:, 0])
     d_total += torch.mul(f.shrunk, d_shrunk).sum(1)
     d_shrunk.baddbmm_(pairs.mT, f.both)
-    slope = f.both * d_both
-    from_k, from_q = slope[:, :CHUNK], slope[:, CHUNK:]
-    shrinking = f.shrunk * d_shrunk
-    d_decay = torch.add(from_k, from_q).sub_(shrinking)
+    slope, shrinking = f.both * d_both, f.shrunk * d_shrunk
+    d_decay = torch.add(slope[:, :CHUNK], slope[:, CHUNK:]).sub_(shrinking)
     d_decay[:, -1] += d_total
-    d_k = torch.mul(d_both[:, :CHUNK], f.grown).add_(d_shrunk.div_(f.grown)).addcmul_(f.q, own)
+    d_gate = torch.bmm(sums.mT.expand(len(f.gate), -1, -1), d_decay)
+    q = f.q
     d_q = torch.mul(d_both[:, CHUNK:], f.grown).addcmul_(f.k, own)
+    d_k = torch.mul(d_both[:, :CHUNK], f.grown).addcdiv_(d_shrunk, f.grown)
+    d_k.view(q.shape).addcmul_(q, own.view(*q.shape[:3], 1))
     if norm:
         same = own * back.reads.diagonal(dim1=1, dim2=2)[..., None]
-        d_q.addcmul_(f.q, from_q.sum(2, keepdim=True).add_(same), value=-1)
-        d_k.addcmul_(f.k, shrinking.add_(from_k).sum(2, keepdim=True).add_(same), value=-1)
-    d_gate = torch.bmm(sums.mT.expand(len(f.gate), -1, -1), d_decay)
+        along = slope.sum(2, keepdim=True).view(-1, 2, CHUNK, 1)
+        q_part = (along[:, 1] + same).view(*q.shape[:3], 1) * f.q_norm**2
+        d_q.view(q.shape).addcmul_(q, q_part, value=-1)
+        k_part = shrinking.sum(2, keepdim=True).add_(along[:, 0]).add_(same)
+        d_k.addcmul_(f.k, k_part, value=-1)
     return d_q, d_k, torch.ops.aten.sigmoid_backward(d_gate, f.gate)
 
 
 def _d_beta(
-    given: Inputs, f: Factors, kept: Kept, z: Tensor, block: Block, options: Options
+    given: Inputs, f: Factors, kept: Kept, back: _Back, block: Block, options: Options
 ) -> Tensor:
     """``[n, CHUNK, 1]``."""
-    if options.sigmoid:
-        return (z * kept.u).sum(2, keepdim=True).mul_(1 - f.beta)
+    d_v = back.both[:, :CHUNK]  # negative
+    if options.sigmoid:  # dV = beta Z; beta rounds to 0 only where its gradient does
+        least = torch.finfo(f.beta.dtype).tiny
+        part = (f.beta - 1).div_(f.beta.clamp(min=least))
+        return (d_v * kept.u).sum(2, keepdim=True).mul_(part)
     keys = f.both[:, :CHUNK]
-    error = take(given.v, block).flatten(0, 1).baddbmm(keys, kept.state, alpha=-1)
-    error.baddbmm_(torch.bmm(keys, f.shrunk.mT).tril_(-1), kept.u, alpha=-1)
-    return (z * error).sum(2, keepdim=True)
+    lower = torch.bmm(keys, f.shrunk.mT).tril_(-1)
+    z = torch.baddbmm(back.d_u, lower.mT, d_v)
+    error = take(given.v, block).reshape(z.shape).baddbmm(keys, kept.state, alpha=-1)
+    return (z * error.baddbmm_(lower, kept.u, alpha=-1)).sum(2, keepdim=True)

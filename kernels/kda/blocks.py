@@ -23,7 +23,7 @@ BLOCK = 1 << 15  # elements of one tensor: about 15 are alive, in a cache of 2 M
 
 
 class Block(NamedTuple):
-    """Consecutive chunk positions of a group, ``sizes`` chunks at each.
+    """Consecutive chunk positions of a group, ``sizes`` chunks at each and ``after`` at the next.
 
     ``source`` [chunks * CHUNK] is the token of each row, ``home`` the row of an output of
     ``tokens + 1`` rows that takes it. An empty row reads the last token of its sequence, so that
@@ -35,6 +35,7 @@ class Block(NamedTuple):
     home: Tensor
     empty: Tensor | None
     sizes: tuple[int, ...]
+    after: int
 
 
 class Group(NamedTuple):
@@ -85,6 +86,7 @@ def _blocks(
                 token.masked_fill(past, int(edges[-1])).flatten(),
                 empty if len(empty) else None,
                 tuple(sizes),
+                int((chunks[order] > first).sum()),
             )
         )
     return blocks
@@ -131,9 +133,9 @@ class Inputs(NamedTuple):
 class Factors(NamedTuple):
     """What both passes need of the n chunks and heads of a block; letters as in `blocked`."""
 
-    q: Tensor  # [n, CHUNK, K] normed
-    k: Tensor
-    q_norm: Tensor | float  # [chunks, H, CHUNK, 1] what it was multiplied by
+    q: Tensor  # [chunks, H, CHUNK, K] as given
+    k: Tensor  # [n, CHUNK, K] normed
+    q_norm: Tensor | float  # [chunks, H, CHUNK, 1] what norms a row
     k_norm: Tensor | float
     logit: Tensor  # [n, CHUNK, K] of the gate
     gate: Tensor  # its sigmoid
@@ -146,40 +148,39 @@ class Factors(NamedTuple):
 
 
 def factors(given: Inputs, block: Block, options: Options) -> Factors:
-    q, q_norm = _normed(given.q, block, options.norm)
-    k, k_norm = _normed(given.k, block, options.norm)
-    logit = torch.empty_like(k)
-    torch.add(take(given.z, block), given.bias, out=logit).mul_(given.rate)
-    q, k, logit = (x.flatten(0, 1) for x in (q, k, logit))
-    gate, beta = logit.sigmoid(), take(given.beta[..., None], block)
-    beta = (beta.sigmoid() if options.sigmoid else beta).reshape(-1, CHUNK, 1)
+    q, raw, z = take(given.q, block), take(given.k, block), take(given.z, block)
+    beta = take(given.beta[..., None], block)
+    q_norm, k_norm = (_norm(q), _norm(raw)) if options.norm else (1.0, 1.0)
+    chunks, heads, _, width = q.shape
+    shape = (chunks * heads, CHUNK, width)
+    k, logit = z.new_empty(2, *q.shape).unbind()
+    torch.mul(raw, k_norm, out=k)
+    torch.add(z, given.bias, out=logit).mul_(given.rate)
+    k, logit = k.view(shape), logit.view(shape)
+    gate = logit.sigmoid()
+    beta = (beta.sigmoid() if options.sigmoid else beta).contiguous().view(-1, CHUNK, 1)
     if block.empty is not None:
         for x in (gate, beta):  # an empty row neither decays nor writes
             x.view(-1, x.shape[-1]).index_fill_(0, block.empty, 0)
     grown = torch.bmm(given.sums.expand(len(gate), -1, -1), gate).exp_()
-    both = gate.new_empty(len(gate), 2 * CHUNK, gate.shape[-1])
+    both = z.new_empty(chunks, heads, 2 * CHUNK, width)
+    torch.mul(q, grown.view(q.shape), out=both[:, :, CHUNK:])
+    both = both.view(-1, 2 * CHUNK, width)
     torch.mul(k, grown, out=both[:, :CHUNK])
-    torch.mul(q, grown, out=both[:, CHUNK:])
     shrunk, total = k / grown, grown[:, -1:].contiguous()
     return Factors(
         *(q, k, q_norm, k_norm, logit, gate, beta, grown, total, both, shrunk), shrunk * total
     )
 
 
-def _normed(x: Tensor, block: Block, norm: bool) -> tuple[Tensor, Tensor | float]:
-    rows = take(x, block)
-    if not norm:
-        return rows.contiguous(), 1.0
-    length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    factor = length.square_().add_(1e-6).rsqrt_()
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    return torch.mul(rows, factor, out=out), factor
+def _norm(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().add_(1e-6).rsqrt_()
 
 
 def take(x: Tensor, block: Block) -> Tensor:
     """Rows of ``x [tokens, H, .]`` in fp32 or wider, seen as ``[chunks, H, CHUNK, .]``."""
     rows = widen(x.index_select(0, block.source))
-    return rows.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+    return rows.view(-1, CHUNK, *rows.shape[1:]).transpose(1, 2)
 
 
 def give(target: Tensor, rows: Tensor, factor: Tensor | float, block: Block) -> None:
