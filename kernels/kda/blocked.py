@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .blocked_grad import Kept, blocked_gradients
-from .blocks import Block, Factors, Inputs, Options, factors, give, take
+from .blocks import Block, Inputs, Options, Tiles, factors, give, take
 from .chunk import CHUNK
 
 
@@ -86,23 +86,23 @@ def _forward(
     for group in given.groups(options):
         state = final.index_select(0, group.order).flatten(0, 1)
         for block in group.blocks:
-            f = factors(given, block, options)
-            pairs = torch.bmm(f.both, f.shrunk.mT)
-            lower = pairs[:, :CHUNK] * f.beta  # on and above the diagonal nothing is read
+            tiles = factors(given, block, options)[0]
+            pairs = torch.bmm(tiles.both, tiles.shrunk.mT)
+            lower = pairs[:, :CHUNK] * tiles.beta  # on and above the diagonal nothing is read
             solve = torch.linalg.solve_triangular(
                 lower, negative.expand_as(lower), upper=False, unitriangular=True
-            ).mul_(f.beta.mT)
+            ).mul_(tiles.beta.mT)
             v = take(given.v, block).contiguous()
-            states, u, state = _scan(f, solve, v, state, final, group.order, block)
-            o = torch.bmm(f.both[:, CHUNK:], states).baddbmm_(pairs[:, CHUNK:].tril(), u)
-            give(out, o, f.q_norm * options.scale, block)
+            states, u, state = _scan(tiles, solve, v, state, final, group.order, block)
+            o = torch.bmm(tiles.both[:, CHUNK:], states).baddbmm_(pairs[:, CHUNK:].tril(), u)
+            give(out, o, tiles.q_norm * options.scale, block)
             if kept is not None:
                 kept.append(Kept(states, u, solve))
     return out[:tokens], final
 
 
 def _scan(
-    f: Factors,
+    tiles: Tiles,
     solve: Tensor,
     v: Tensor,
     state: Tensor,
@@ -110,7 +110,7 @@ def _scan(
     order: Tensor,
     block: Block,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """S and U of a block, and the state that leaves it; uses up ``v``.
+    """S and U of a block, and the state that leaves it; uses up ``v`` and K e^-G.
 
     ``solve`` is -M diag(beta), ``state`` what enters the block (and more rows). What leaves the
     last chunk of a sequence goes to ``final``.
@@ -120,17 +120,18 @@ def _scan(
     sizes = [n * heads for n in block.sizes]
     x = v.view(-1, CHUNK, value)
     u = torch.empty_like(x)
-    states = x.new_empty(len(x), f.k.shape[-1], value)
+    states = x.new_empty(len(x), tiles.both.shape[-1], value)
     places = states.split(sizes)
     places[0].copy_(state[: sizes[0]])
-    tensors = (f.both[:, :CHUNK], x, solve, u, f.total.mT, f.k_out.mT)
+    k_out = tiles.shrunk.mul_(tiles.total)
+    tensors = (tiles.both[:, :CHUNK], x, solve, u, tiles.total.mT, k_out.mT)
     parts = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
-    for i, (k_in, x_, solve_, u_, total, k_out) in enumerate(parts):
+    for i, (k_in, x_, solve_, u_, total, k_out_) in enumerate(parts):
         torch.bmm(solve_, x_.baddbmm_(k_in, places[i], beta=-1), out=u_)
         going, more = counts[i + 1] * heads, i + 1 < len(places)
         onward = more and going == sizes[i]
         state = places[i + 1] if onward else torch.empty_like(places[i])
-        torch.mul(places[i], total, out=state).baddbmm_(k_out, u_)
+        torch.mul(places[i], total, out=state).baddbmm_(k_out_, u_)
         if going < sizes[i]:
             ends = state[going:].view(-1, *final.shape[1:])
             final.index_copy_(0, order[counts[i + 1] : counts[i]], ends)

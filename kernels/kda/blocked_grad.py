@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import Block, Factors, Group, Inputs, Options, factors, give, take
+from .blocks import Block, Factors, Inputs, Options, Tiles, factors, give, take
 from .chunk import CHUNK
 
 
@@ -61,27 +61,32 @@ def blocked_gradients(
         ends = d_state.index_select(0, group.order).flatten(0, 1)
         state = ends[:0]
         for block in reversed(group.blocks):
-            f, saved = factors(given, block, options), next(left)
-            back, state = _scan(f, saved, take(d_out, block), state, ends, block, options.scale)
-            d_q, d_k, d_gate = _inside(f, saved, back, given.sums, options.norm)
-            for target, x, factor in (
-                (targets[0], d_q, 1.0),
-                (targets[1], d_k, f.k_norm),
-                (targets[2], back.both[:, :CHUNK], -1.0),
-                (targets[3], d_gate, given.rate),
+            (tiles, f), saved = factors(given, block, options), next(left)
+            d_read = take(d_out, block)
+            back, state = _scan(tiles, saved, d_read, state, ends, block, options.scale)
+            if targets[2] is not None:
+                give(targets[2], back.both[:, :CHUNK], -1.0, block)
+            if targets[4] is not None:
+                d_beta = _d_beta(given, tiles, saved, back, block, options)
+                give(targets[4], d_beta, 1.0, block)
+            d_q, d_k, d_gate = _inside(tiles, f, saved, back, given.sums, options.norm)
+            for target, x, factor in zip(
+                (targets[0], targets[1], targets[3]),
+                (d_q, d_k, d_gate),
+                (1.0, f.k_norm, given.rate),
+                strict=True,
             ):
                 if target is not None:
                     give(target, x, factor, block)
-            if targets[4] is not None:
-                give(targets[4], _d_beta(given, f, saved, back, block, options), 1.0, block)
-            slopes[0] += d_gate.view(-1, *slopes[0].shape).sum(0)
-            slopes[1] += d_gate.mul_(f.logit).view(-1, *slopes[1].shape).sum(0)
+            d_gate = d_gate.view(-1, heads, CHUNK, width)
+            slopes[0] += d_gate.sum(0)
+            slopes[1] += d_gate.mul_(take(given.z, block).add_(given.bias)).sum(0)
         d_state.index_copy_(0, group.order[: len(state) // heads], state.view(-1, *shape[1:]))
-    d_x, d_log = slopes.sum(2)
+    d_x, d_log = slopes.sum(2) * given.rate[:, 0]
     ends = [None if x is None else x[:tokens] for x in targets]
     if ends[4] is not None:
         ends[4] = ends[4][..., 0]
-    return *ends, d_log.sum(1), (d_x * given.rate[:, 0]).flatten(), d_state
+    return *ends, d_log.sum(1), d_x.flatten(), d_state
 
 
 class _Back(NamedTuple):
@@ -94,7 +99,7 @@ class _Back(NamedTuple):
 
 
 def _scan(
-    f: Factors,
+    tiles: Tiles,
     kept: Kept,
     d_out: Tensor,
     state: Tensor,
@@ -108,25 +113,26 @@ def _scan(
     """
     heads, value = d_out.shape[1], d_out.shape[-1]
     sizes = [n * heads for n in block.sizes]
-    both = f.k.new_empty(*d_out.shape[:2], 2 * CHUNK, value)
-    torch.mul(d_out, f.q_norm * scale, out=both[:, :, CHUNK:])
+    both = tiles.shrunk.new_empty(*d_out.shape[:2], 2 * CHUNK, value)
+    torch.mul(d_out, tiles.q_norm * scale, out=both[:, :, CHUNK:])
     if block.empty is not None:  # rows of CHUNK to those of the lower half of 2 CHUNK
         both.view(-1, value).index_fill_(0, block.empty + (block.empty // CHUNK + 1) * CHUNK, 0)
     both = both.view(-1, 2 * CHUNK, value)
-    reads = torch.bmm(f.both[:, CHUNK:], f.shrunk.mT).tril_()
+    reads = torch.bmm(tiles.both[:, CHUNK:], tiles.shrunk.mT).tril_()
     d_u = torch.bmm(reads.mT, both[:, CHUNK:])
     d_leaving = torch.empty_like(kept.state)
     places = d_leaving.split(sizes)
     places[-1][: len(state)].copy_(state)
-    tensors = (d_u, f.k_out, kept.solve.mT, both, f.both.mT, f.total.mT)
+    k_out = tiles.shrunk * tiles.total
+    tensors = (d_u, k_out, kept.solve.mT, both, tiles.both.mT, tiles.total.mT)
     parts = list(zip(*(x.split(sizes) for x in tensors), strict=True))
     going = len(state)
     for i in reversed(range(len(sizes))):
-        d_u_, k_out, solve, both_, reads_, total = parts[i]
+        d_u_, k_out_, solve, both_, reads_, total = parts[i]
         place, size = places[i], sizes[i]
         if going < size:
             place[going:].copy_(ends[going:size])
-        torch.bmm(solve, d_u_.baddbmm_(k_out, place), out=both_[:, :CHUNK])
+        torch.bmm(solve, d_u_.baddbmm_(k_out_, place), out=both_[:, :CHUNK])
         state = places[i - 1][:size] if i else torch.empty_like(place)
         torch.mul(place, total, out=state).baddbmm_(reads_, both_)
         going = size
@@ -134,18 +140,18 @@ def _scan(
 
 
 def _inside(
-    f: Factors, kept: Kept, back: _Back, sums: Tensor, norm: bool
+    tiles: Tiles, f: Factors, kept: Kept, back: _Back, sums: Tensor, norm: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, of k over its norm, and of the logit of the gate over its rate."""
     pairs = torch.bmm(back.both, kept.u.mT)  # dL', then dP
     own = pairs[:, CHUNK:].diagonal(dim1=1, dim2=2)[..., None].clone()
     pairs.view(-1, 2, CHUNK, CHUNK).tril_(-1)
-    d_both = torch.bmm(back.both, kept.state.mT).baddbmm_(pairs, f.shrunk)
-    d_shrunk = torch.bmm(kept.u, back.d_leaving.mT).mul_(f.total)
-    d_total = torch.mul(kept.state, back.d_leaving).sum(2).mul_(f.total[:, 0])
-    d_total += torch.mul(f.shrunk, d_shrunk).sum(1)
-    d_shrunk.baddbmm_(pairs.mT, f.both)
-    slope, shrinking = f.both * d_both, f.shrunk * d_shrunk
+    d_both = torch.bmm(back.both, kept.state.mT).baddbmm_(pairs, tiles.shrunk)
+    d_shrunk = torch.bmm(kept.u, back.d_leaving.mT).mul_(tiles.total)
+    d_total = torch.mul(kept.state, back.d_leaving).sum(2).mul_(tiles.total[:, 0])
+    d_total += torch.mul(tiles.shrunk, d_shrunk).sum(1)
+    d_shrunk.baddbmm_(pairs.mT, tiles.both)
+    slope, shrinking = tiles.both * d_both, tiles.shrunk * d_shrunk
     d_decay = torch.add(slope[:, :CHUNK], slope[:, CHUNK:]).sub_(shrinking)
     d_decay[:, -1] += d_total
     d_gate = torch.bmm(sums.mT.expand(len(f.gate), -1, -1), d_decay)
@@ -156,7 +162,7 @@ def _inside(
     if norm:
         same = own * back.reads.diagonal(dim1=1, dim2=2)[..., None]
         along = slope.sum(2, keepdim=True).view(-1, 2, CHUNK, 1)
-        q_part = (along[:, 1] + same).view(*q.shape[:3], 1) * f.q_norm**2
+        q_part = (along[:, 1] + same).view(*q.shape[:3], 1) * tiles.q_norm**2
         d_q.view(q.shape).addcmul_(q, q_part, value=-1)
         k_part = shrinking.sum(2, keepdim=True).add_(along[:, 0]).add_(same)
         d_k.addcmul_(f.k, k_part, value=-1)
@@ -164,16 +170,16 @@ def _inside(
 
 
 def _d_beta(
-    given: Inputs, f: Factors, kept: Kept, back: _Back, block: Block, options: Options
+    given: Inputs, tiles: Tiles, kept: Kept, back: _Back, block: Block, options: Options
 ) -> Tensor:
     """``[n, CHUNK, 1]``."""
     d_v = back.both[:, :CHUNK]  # negative
     if options.sigmoid:  # dV = beta Z; beta rounds to 0 only where its gradient does
-        least = torch.finfo(f.beta.dtype).tiny
-        part = (f.beta - 1).div_(f.beta.clamp(min=least))
+        least = torch.finfo(tiles.beta.dtype).tiny
+        part = (tiles.beta - 1).div_(tiles.beta.clamp(min=least))
         return (d_v * kept.u).sum(2, keepdim=True).mul_(part)
-    keys = f.both[:, :CHUNK]
-    lower = torch.bmm(keys, f.shrunk.mT).tril_(-1)
+    keys = tiles.both[:, :CHUNK]
+    lower = torch.bmm(keys, tiles.shrunk.mT).tril_(-1)
     z = torch.baddbmm(back.d_u, lower.mT, d_v)
     error = take(given.v, block).reshape(z.shape).baddbmm(keys, kept.state, alpha=-1)
     return (z * error.baddbmm_(lower, kept.u, alpha=-1)).sum(2, keepdim=True)

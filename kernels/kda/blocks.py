@@ -130,47 +130,51 @@ class Inputs(NamedTuple):
         return plan(options.bounds, heads, max(width, self.v.shape[-1]))
 
 
+class Tiles(NamedTuple):
+    """What the scan needs of the n chunks and heads of a block; letters as in `blocked`."""
+
+    both: Tensor  # [n, 2 CHUNK, K] Kt, then Qt
+    shrunk: Tensor  # [n, CHUNK, K] K e^-G
+    total: Tensor  # [n, 1, K] e^G_C
+    beta: Tensor  # [n, CHUNK, 1]
+    q_norm: Tensor | float  # [chunks, H, CHUNK, 1] what norms a row of q
+
+
 class Factors(NamedTuple):
-    """What both passes need of the n chunks and heads of a block; letters as in `blocked`."""
+    """What the gradients need besides."""
 
     q: Tensor  # [chunks, H, CHUNK, K] as given
     k: Tensor  # [n, CHUNK, K] normed
-    q_norm: Tensor | float  # [chunks, H, CHUNK, 1] what norms a row
-    k_norm: Tensor | float
-    logit: Tensor  # [n, CHUNK, K] of the gate
-    gate: Tensor  # its sigmoid
-    beta: Tensor  # [n, CHUNK, 1]
+    k_norm: Tensor | float  # [chunks, H, CHUNK, 1]
+    gate: Tensor  # [n, CHUNK, K]
     grown: Tensor  # [n, CHUNK, K] e^G
-    total: Tensor  # [n, 1, K] e^G_C
-    both: Tensor  # [n, 2 CHUNK, K] Kt, then Qt
-    shrunk: Tensor  # [n, CHUNK, K] K e^-G
-    k_out: Tensor  # [n, CHUNK, K] Kh
 
 
-def factors(given: Inputs, block: Block, options: Options) -> Factors:
-    q, raw, z = take(given.q, block), take(given.k, block), take(given.z, block)
+def factors(given: Inputs, block: Block, options: Options) -> tuple[Tiles, Factors]:
+    gate = _wide_rows(take(given.z, block).add_(given.bias), given.rate).sigmoid_()
     beta = take(given.beta[..., None], block)
-    q_norm, k_norm = (_norm(q), _norm(raw)) if options.norm else (1.0, 1.0)
-    chunks, heads, _, width = q.shape
-    shape = (chunks * heads, CHUNK, width)
-    k, logit = z.new_empty(2, *q.shape).unbind()
-    torch.mul(raw, k_norm, out=k)
-    torch.add(z, given.bias, out=logit).mul_(given.rate)
-    k, logit = k.view(shape), logit.view(shape)
-    gate = logit.sigmoid()
-    beta = (beta.sigmoid() if options.sigmoid else beta).contiguous().view(-1, CHUNK, 1)
+    beta = (beta.sigmoid_() if options.sigmoid else beta).contiguous().view(-1, CHUNK, 1)
     if block.empty is not None:
         for x in (gate, beta):  # an empty row neither decays nor writes
             x.view(-1, x.shape[-1]).index_fill_(0, block.empty, 0)
     grown = torch.bmm(given.sums.expand(len(gate), -1, -1), gate).exp_()
-    both = z.new_empty(chunks, heads, 2 * CHUNK, width)
+    q = take(given.q, block)
+    chunks, heads, _, width = q.shape
+    both = gate.new_empty(chunks, heads, 2 * CHUNK, width)
     torch.mul(q, grown.view(q.shape), out=both[:, :, CHUNK:])
     both = both.view(-1, 2 * CHUNK, width)
+    raw = take(given.k, block)
+    q_norm, k_norm = (_norm(q), _norm(raw)) if options.norm else (1.0, 1.0)
+    k = _wide_rows(raw, k_norm)
     torch.mul(k, grown, out=both[:, :CHUNK])
     shrunk, total = k / grown, grown[:, -1:].contiguous()
-    return Factors(
-        *(q, k, q_norm, k_norm, logit, gate, beta, grown, total, both, shrunk), shrunk * total
-    )
+    return Tiles(both, shrunk, total, beta, q_norm), Factors(q, k, k_norm, gate, grown)
+
+
+def _wide_rows(rows: Tensor, factor: Tensor | float) -> Tensor:
+    """``[chunks, H, CHUNK, .]`` of any strides, times a factor, as ``[chunks * H, CHUNK, .]``."""
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    return torch.mul(rows, factor, out=out).view(-1, *rows.shape[2:])
 
 
 def _norm(rows: Tensor) -> Tensor:
