@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..precision import widen
 from .blocked_grad import Kept, blocked_gradients
-from .blocks import Block, Inputs, Options, Tiles, factors, give, take
+from .blocks import Block, Factors, Inputs, Options, by_chunk, factors, give, strengths
 from .chunk import CHUNK
 
 
@@ -61,9 +62,9 @@ class _Blocked(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         *rows, a_log, dt_bias = ctx.saved_tensors[:7]
         given = Inputs.of(tuple(rows), a_log, dt_bias, ctx.options)
-        kept = [Kept(*ctx.saved_tensors[i : i + 3]) for i in range(7, len(ctx.saved_tensors), 3)]
+        kept = [Kept(*ctx.saved_tensors[i : i + 4]) for i in range(7, len(ctx.saved_tensors), 4)]
         wanted = ctx.needs_input_grad[:8]
-        *found, d_state = blocked_gradients(given, kept, *grads, wanted, ctx.options)
+        *found, d_state = blocked_gradients(given, kept, *grads, ctx.options)
         dtypes = (*(x.dtype for x in (*rows, a_log, dt_bias)), ctx.state_dtype)
         return *(
             x.to(dtype) if x is not None and want else None
@@ -85,46 +86,49 @@ def _forward(
     negative = -torch.eye(CHUNK, dtype=final.dtype)
     for group in given.groups(options):
         state = final.index_select(0, group.order).flatten(0, 1)
+        betas = strengths(given, group.rows, options)
         for block in group.blocks:
-            tiles = factors(given, block, options)[0]
-            pairs = torch.bmm(tiles.both, tiles.shrunk.mT)
-            lower = pairs[:, :CHUNK] * tiles.beta  # on and above the diagonal nothing is read
+            f = factors(given, block.rows, None, options)
+            write = betas[block.span] * f.norms[:, :, 0].reshape(-1, CHUNK, 1)
+            pairs = torch.bmm(f.tiles, f.shrunk.mT)
+            lower = pairs[:, :CHUNK] * write  # on and above the diagonal nothing is read
             solve = torch.linalg.solve_triangular(
                 lower, negative.expand_as(lower), upper=False, unitriangular=True
-            ).mul_(tiles.beta.mT)
-            v = take(given.v, block).contiguous()
-            states, u, state = _scan(tiles, solve, v, state, final, group.order, block)
-            o = torch.bmm(tiles.both[:, CHUNK:], states).baddbmm_(pairs[:, CHUNK:].tril(), u)
-            give(out, o, tiles.q_norm * options.scale, block)
+            ).mul_(write.mT)
+            v = widen(given.v.index_select(0, block.rows.source))
+            x = lower.new_empty(len(lower), CHUNK, value)
+            torch.div(by_chunk(v), f.norms[:, :, 0], out=x.view(-1, heads, CHUNK, value))
+            states, u, state = _scan(f, solve, x, state, final, group.order, block)
+            o = torch.bmm(f.tiles[:, CHUNK:], states).baddbmm_(pairs[:, CHUNK:].tril(), u)
+            give(out, o, f.norms[:, :, 1] * options.scale, block.rows)
             if kept is not None:
-                kept.append(Kept(states, u, solve))
+                kept.append(Kept(f.norms, states, u, solve))
     return out[:tokens], final
 
 
 def _scan(
-    tiles: Tiles,
+    f: Factors,
     solve: Tensor,
-    v: Tensor,
+    x: Tensor,
     state: Tensor,
     final: Tensor,
     order: Tensor,
     block: Block,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """S and U of a block, and the state that leaves it; uses up ``v`` and K e^-G.
+    """S and U of a block, and the state that leaves it; uses up ``x`` and K e^-G.
 
-    ``solve`` is -M diag(beta), ``state`` what enters the block (and more rows). What leaves the
-    last chunk of a sequence goes to ``final``.
+    ``solve`` is -M diag(beta r), ``x`` V / r with the norms r of k; ``state`` enters the block (and
+    more rows). What leaves the last chunk of a sequence goes to ``final``.
     """
-    heads, value = v.shape[1], v.shape[-1]
+    heads, width, value = final.shape[1:]
     counts = (*block.sizes, block.after)
     sizes = [n * heads for n in block.sizes]
-    x = v.view(-1, CHUNK, value)
     u = torch.empty_like(x)
-    states = x.new_empty(len(x), tiles.both.shape[-1], value)
+    states = x.new_empty(len(x), width, value)
     places = states.split(sizes)
     places[0].copy_(state[: sizes[0]])
-    k_out = tiles.shrunk.mul_(tiles.total)
-    tensors = (tiles.both[:, :CHUNK], x, solve, u, tiles.total.mT, k_out.mT)
+    k_out = f.shrunk.mul_(f.total)
+    tensors = (f.tiles[:, :CHUNK], x, solve, u, f.total.mT, k_out.mT)
     parts = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
     for i, (k_in, x_, solve_, u_, total, k_out_) in enumerate(parts):
         torch.bmm(solve_, x_.baddbmm_(k_in, places[i], beta=-1), out=u_)
@@ -133,7 +137,7 @@ def _scan(
         state = places[i + 1] if onward else torch.empty_like(places[i])
         torch.mul(places[i], total, out=state).baddbmm_(k_out_, u_)
         if going < sizes[i]:
-            ends = state[going:].view(-1, *final.shape[1:])
+            ends = state[going:].view(-1, heads, width, value)
             final.index_copy_(0, order[counts[i + 1] : counts[i]], ends)
             if more:
                 places[i + 1].copy_(state[:going])
