@@ -124,16 +124,15 @@ def _scan(
         place, size = places[i], sizes[i]
         if going < size:
             place[going:].copy_(ends[going:size])
-        torch.bmm(solve, d_u_.baddbmm_(k_out, place), out=both_[:, :CHUNK])
+        # a product written into every other half would go matrix by matrix
+        both_[:, :CHUNK] = torch.bmm(solve, d_u_.baddbmm_(k_out, place))
         state = places[i - 1][:size] if i else torch.empty_like(place)
         torch.mul(place, total, out=state).baddbmm_(tiles, both_)
         going = size
     return _Back(both, d_u, reads, d_leaving), state
 
 
-def _inside(
-    f: Factors, kept: Kept, back: _Back, sums: Tensor, norm: bool
-) -> tuple[Tensor, Tensor]:
+def _inside(f: Factors, kept: Kept, back: _Back, sums: Tensor, norm: bool) -> tuple[Tensor, Tensor]:
     """Gradients of k and q ``[n, 2 CHUNK, K]``, and of the logit of the gate over its rate."""
     n, width = len(f.gate), f.gate.shape[-1]
     pairs = torch.bmm(back.both, kept.u.mT)  # dL', then dP
