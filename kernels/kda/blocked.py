@@ -6,8 +6,8 @@ With G the inclusive cumulative log decay inside a chunk of 16 tokens, S the sta
     U = M diag(beta) (V - Kt S)     O = Qt S + P U     S' = diag(e^G_C) S + Kh^T U
 (Kimi K3 report 2.1.2, the product with S not taken apart). Kt S, U and S' go chunk position by
 chunk position, everything else block by block. The bound -5 keeps e^-G below e^80, which fp32
-holds. The code multiplies by the scale s last. `blocked_grad` is the backward pass; it has the
-inputs, S, U and M, and computes the rest again.
+holds. The code applies s and the norm of q to the rows of O at last. `blocked_grad` is the backward
+pass; it has the inputs, S, U and -M diag(beta), and computes the rest again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..precision import widen
 from .blocked_grad import Kept, blocked_gradients
-from .blocks import Block, Factors, Group, Inputs, Options, factors, give, take
+from .blocks import Block, Factors, Inputs, Options, by_chunk, factors, give, strengths
 from .chunk import CHUNK
 
 
@@ -61,9 +62,9 @@ class _Blocked(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         *rows, a_log, dt_bias = ctx.saved_tensors[:7]
         given = Inputs.of(tuple(rows), a_log, dt_bias, ctx.options)
-        kept = [Kept(*ctx.saved_tensors[i : i + 3]) for i in range(7, len(ctx.saved_tensors), 3)]
+        kept = [Kept(*ctx.saved_tensors[i : i + 4]) for i in range(7, len(ctx.saved_tensors), 4)]
         wanted = ctx.needs_input_grad[:8]
-        *found, d_state = blocked_gradients(given, kept, *grads, wanted, ctx.options)
+        *found, d_state = blocked_gradients(given, kept, *grads, ctx.options)
         dtypes = (*(x.dtype for x in (*rows, a_log, dt_bias)), ctx.state_dtype)
         return *(
             x.to(dtype) if x is not None and want else None
@@ -82,77 +83,62 @@ def _forward(
     else:
         final = initial.to(given.sums.dtype, copy=True)
     out = given.v.new_empty(tokens + 1, heads, value)
-    eye = torch.eye(CHUNK, dtype=final.dtype)
+    negative = -torch.eye(CHUNK, dtype=final.dtype)
     for group in given.groups(options):
-        chain = _Chain(group, final, kept is not None)
-        first = 0
+        state = final.index_select(0, group.order).flatten(0, 1)
+        betas = strengths(given, group.rows, options)
         for block in group.blocks:
-            f = factors(given, block, options)
-            pairs = torch.bmm(f.both, f.shrunk.transpose(1, 2))
-            lower = pairs[:, :CHUNK] * f.beta  # on and above the diagonal nothing is read
-            identity = eye.expand_as(lower)
-            inverse = torch.linalg.solve_triangular(
-                lower, identity, upper=False, unitriangular=True
-            )
-            reads, u = _scan(f, take(given.v, block), inverse * f.beta.mT, chain, block)
-            o = torch.baddbmm(
-                reads, pairs[:, CHUNK:].tril(), u, beta=options.scale, alpha=options.scale
-            )
-            give(out, o, 1.0, block)
+            f = factors(given, block.rows, None, options)
+            write = betas[block.span] * f.norms[:, :, 0].reshape(-1, CHUNK, 1)
+            pairs = torch.bmm(f.tiles, f.shrunk.mT)
+            lower = pairs[:, :CHUNK] * write  # on and above the diagonal nothing is read
+            solve = torch.linalg.solve_triangular(
+                lower, negative.expand_as(lower), upper=False, unitriangular=True
+            ).mul_(write.mT)
+            v = widen(given.v.index_select(0, block.rows.source))
+            x = lower.new_empty(len(lower), CHUNK, value)
+            torch.div(by_chunk(v), f.norms[:, :, 0], out=x.view(-1, heads, CHUNK, value))
+            states, u, state = _scan(f, solve, x, state, final, group.order, block)
+            o = torch.bmm(f.tiles[:, CHUNK:], states).baddbmm_(pairs[:, CHUNK:].tril(), u)
+            give(out, o, f.norms[:, :, 1] * options.scale, block.rows)
             if kept is not None:
-                kept.append(Kept(chain.kept[first : first + len(u)], u, inverse))
-                first += len(u)
+                kept.append(Kept(f.norms, states, u, solve))
     return out[:tokens], final
 
 
 def _scan(
-    f: Factors, v: Tensor, solve: Tensor, chain: _Chain, block: Block
-) -> tuple[Tensor, Tensor]:
-    """``Q e^G S`` and U of a block; ``solve`` is M diag(beta)."""
-    heads, value = v.shape[1], v.shape[-1]
-    sizes = [n * heads for n in block.sizes]
-    found = solve.new_empty(len(solve), 2 * CHUNK, value)  # (Kt, Q e^G) S
-    u = solve.new_empty(len(solve), CHUNK, value)
-    tensors = (f.both, found, solve, u, f.total.mT, f.k_out.mT)
-    parts = zip(v.split(list(block.sizes)), *(x.split(sizes) for x in tensors), strict=True)
-    for v_, both_, found_, solve_, u_, total_, k_out_ in parts:
-        torch.bmm(both_, chain.state, out=found_)
-        error = v_ - found_.unflatten(0, (-1, heads))[:, :, :CHUNK]
-        torch.bmm(solve_, error.reshape(u_.shape), out=u_)
-        chain.step(total_, k_out_, u_)
-    return found[:, CHUNK:], u
+    f: Factors,
+    solve: Tensor,
+    x: Tensor,
+    state: Tensor,
+    final: Tensor,
+    order: Tensor,
+    block: Block,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """S and U of a block, and the state that leaves it; uses up ``x`` and K e^-G.
 
-
-class _Chain:
-    """States that enter the chunk positions of a group, one position after the other.
-
-    The state that leaves the last chunk of a sequence goes to ``final``. ``kept`` holds all of
-    them [chunks * H, K, V], positions outermost; without ``keep`` there are two places in turn.
+    ``solve`` is -M diag(beta r), ``x`` V / r with the norms r of k; ``state`` enters the block (and
+    more rows). What leaves the last chunk of a sequence goes to ``final``.
     """
-
-    def __init__(self, group: Group, final: Tensor, keep: bool) -> None:
-        self.order, self.final = group.order, final
-        self.heads, *shape = final.shape[1:]
-        sizes = [n * self.heads for block in group.blocks for n in block.sizes]
-        if keep:
-            self.kept = final.new_empty(sum(sizes), *shape)
-            self.places = iter(self.kept.split(sizes))
-        else:
-            pair = final.new_empty(2, max(sizes, default=0), *shape)
-            self.places = iter([pair[i % 2, :n] for i, n in enumerate(sizes)])
-        before = final.index_select(0, group.order).flatten(0, 1)
-        self.state = next(self.places, before[:0])
-        self.state.copy_(before[: len(self.state)])
-
-    def step(self, total: Tensor, k_out: Tensor, u: Tensor) -> None:
-        """The next state: the last one times ``total [n, K, 1]``, plus ``k_out [n, K, CHUNK] u``."""
-        state, place = self.state, next(self.places, self.state[:0])
-        going, count = len(place), len(state)
-        if going == count:
-            torch.mul(state, total, out=place).baddbmm_(k_out, u)
-        else:
-            leaving = (state * total).baddbmm_(k_out, u)
-            place.copy_(leaving[:going])
-            done = self.order[going // self.heads : count // self.heads]
-            self.final.index_copy_(0, done, leaving[going:].unflatten(0, (-1, self.heads)))
-        self.state = place
+    heads, width, value = final.shape[1:]
+    counts = (*block.sizes, block.after)
+    sizes = [n * heads for n in block.sizes]
+    u = torch.empty_like(x)
+    states = x.new_empty(len(x), width, value)
+    places = states.split(sizes)
+    places[0].copy_(state[: sizes[0]])
+    k_out = f.shrunk.mul_(f.total)
+    tensors = (f.tiles[:, :CHUNK], x, solve, u, f.total.mT, k_out.mT)
+    parts = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
+    for i, (k_in, x_, solve_, u_, total, k_out_) in enumerate(parts):
+        torch.bmm(solve_, x_.baddbmm_(k_in, places[i], beta=-1), out=u_)
+        going, more = counts[i + 1] * heads, i + 1 < len(places)
+        onward = more and going == sizes[i]
+        state = places[i + 1] if onward else torch.empty_like(places[i])
+        torch.mul(places[i], total, out=state).baddbmm_(k_out_, u_)
+        if going < sizes[i]:
+            ends = state[going:].view(-1, heads, width, value)
+            final.index_copy_(0, order[counts[i + 1] : counts[i]], ends)
+            if more:
+                places[i + 1].copy_(state[:going])
+    return states, u, state
