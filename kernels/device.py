@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +12,18 @@ import torch
 def takes_kernels(x: torch.Tensor) -> bool:
     """Whether the kernels for 16-bit data on a GPU run on ``x``, and not their twins in torch."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+@lru_cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether ``device`` has the instructions that the Gluon kernels use."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of ``device``."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:

@@ -21,3 +21,11 @@ def as_given(x: torch.Tensor) -> AbstractContextManager[object]:
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which matrix products of ``x`` run: autocast's inside of it, else its own."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x.dtype

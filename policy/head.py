@@ -40,4 +40,4 @@ class LanguageHead(nn.Linear):
         """Logits of ``input [..., D]``, or (log-probs, entropy) of ``targets``."""
         if targets is None:
             return super().forward(input)
-        return token_logprobs(input, self.weight.to(input.dtype), targets, temperature)
+        return token_logprobs(input, self.weight, targets, temperature)

@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.moe import (
+    Counts,
     QuantileHistogram,
     grouped_experts,
-    mixing_weights,
     mxfp4_rounded,
-    route,
+    router,
     situ_glu,
 )
-from ..kernels.precision import as_given, widen
 from .attention import RMSNorm
 from .config import PolicyConfig
 from .thresholds import TRACK, ThresholdRule
@@ -76,31 +75,18 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Routes ``[T, k]`` and mixing weights ``[T, k]`` of ``x [T, D]``. ValueError if routes are
         given for another number of tokens."""
-        with as_given(x):
-            wide = widen(x)
-            scores = torch.sigmoid(F.linear(wide, self.weight.to(wide.dtype)))
-            experts, weights, cutoff = route(scores, self.e_score_correction_bias, self.k)
-            if self.given is not None:
-                given, known = self.given
-                if len(given) != len(experts):
-                    raise ValueError(f"routes of {len(given)} tokens for {len(experts)} tokens")
-                experts = torch.where(known[:, None], given.long(), experts)
-                weights = mixing_weights(scores, experts)
-        if self.collecting:
-            self._count(scores, experts, cutoff)
+        counts = self._counts() if self.collecting else None
+        bias = self.e_score_correction_bias
+        experts, weights = router(x, self.weight, bias, self.k, self.given, counts)
         if self.recorded is not None:
             self.recorded.append(experts)
         return experts, weights
 
-    def _count(self, scores: torch.Tensor, experts: torch.Tensor, cutoff: torch.Tensor) -> None:
+    def _counts(self) -> Counts:
         histogram = self._histogram()
-        counted = experts if self.valid is None else experts[self.valid]
-        load = torch.bincount(counted.flatten(), minlength=len(self.load))
         if self.given is not None:
-            self.replayed_load += load
-            return
-        histogram.add(scores, self.valid, cutoff)
-        self.load += load
+            return Counts(self.replayed_load, None, self.valid)
+        return Counts(self.load, histogram, self.valid)
 
     def _histogram(self) -> QuantileHistogram:
         if self.histogram is None:

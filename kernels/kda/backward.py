@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..device import launch
-from .descriptors import is_hopper, rows_of, shared, shared_blocks
-from .forward import SCAN_REGISTERS, VALUE_BLOCK
+from ..device import is_hopper, launch
+from .descriptors import rows_of, shared, shared_blocks
+from .forward import SCAN_REGISTERS, VALUE_BLOCK, chunks_ahead
 from .gluon_grad import grad_hopper_kernel
 from .gluon_scan_backward import scan_backward_hopper_kernel
 from .segments import segments
@@ -43,8 +43,8 @@ def scan_backward(
         d_initial = edges(len(order)) if initial else None
         scan_back(prepared, d_out, kept, order, d_final, d_initial)
     else:
-        driven, starts = edges(len(maps)).zero_(), edges(len(maps))
-        scan_back(prepared, d_out, None, cut.split, None, driven)
+        driven, starts = edges(len(maps)), edges(len(maps))
+        scan_back(prepared, d_out, None, cut.after, None, driven)
         leaving = cut.leaving(maps, driven, d_final)
         scan_back(prepared, d_out, kept, cut.sequences, leaving, starts)
         d_initial = starts.index_select(0, cut.first) if initial else None
@@ -89,7 +89,7 @@ def scan_back(
             heads,
             d_out.stride(1),
             **constants,
-            STAGES=3,
+            STAGES=chunks_ahead(grid[0] * grid[1], d_out.device),
             num_warps=4,
             maxnreg=SCAN_REGISTERS,
         )
@@ -155,7 +155,7 @@ def gradients(
     narrow = all(x.dtype == torch.bfloat16 for x in (q, k, v, g, d_out))
     if width == v.shape[2] == 128 and size == 32 and is_hopper(q.device) and narrow:
         u, z, states, d_states = chunk_values
-        launch(grad_hopper_kernel)[(count * (width // piece), heads)](
+        launch(grad_hopper_kernel)[(count * heads * (width // piece),)](
             *(rows_of(x, size, piece) for x in (q, k, g)),
             *(rows_of(x, size, x.shape[2] // 2) for x in (v, out, d_out)),
             shared(u.view(-1, u.shape[3]), size, u.shape[3]),

@@ -16,12 +16,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDe
 from .tables import Prepared
 
 
-@lru_cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether ``device`` has the instructions that the Gluon kernels use."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def shared(x: torch.Tensor, rows: int, columns: int) -> SharedDescriptor:
     """A matrix read or written in blocks through shared memory."""
     return SharedDescriptor(

@@ -3,7 +3,7 @@
 The second pass of one sequence walks over its chunks in turn and leaves part of the GPU idle. It is
 cut into pieces: the first pass of a piece runs beside the second pass of the piece before. The
 state goes from piece to piece in fp32, as it does from chunk to chunk, so that the pieces change no
-bit of the result.
+bit of the result. The pieces follow from how long either pass takes, on the SMs that it gets.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ from typing import NamedTuple
 
 import torch
 
-from ..device import launch
-from .descriptors import is_hopper, rows_of, shared, shared_blocks
+from ..device import is_hopper, launch, processors
+from .descriptors import rows_of, shared, shared_blocks
 from .gluon_prep import prep_hopper_kernel
 from .gluon_scan import scan_hopper_kernel
+from .gluon_stretch import stretch_hopper_kernel
 from .segments import segments
-from .tables import Options, Prepared, pieces, tables
+from .tables import Options, Piece, Prepared, piece_edges, pieces, tables
 from .triton_prep import prep_kernel
 from .triton_scan import scan_kernel
 
 PREP_PRECISION = "bf16x3"  # of the products of q and k: bf16 alone costs a third in accuracy
 PREP_REGISTERS = 96  # five programs share an SM
 VALUE_BLOCK = 64
-PIECE_TOKENS, MOST_PIECES = 3072, 8
 # With so few registers a thread, a state pass and a first pass, or two state passes, share an SM.
 SCAN_REGISTERS = 128
+STRETCH_REGISTERS, MAP_REGISTERS = 168, 152  # one program an SM
+STAGES, ALONE_STAGES = 3, 6  # chunks in shared memory
+# So many chunks, each of one head, pass first passes on a whole GPU while a state pass takes one.
+PACE = 34.5
 
 Tensor = torch.Tensor
 
@@ -73,16 +77,15 @@ def forward(
     if cut is not None:
         prepare_chunks(inputs, parameters, options, prepared, placed.chunks, range(count))
         rows = len(cut.sequences)
-        maps, driven = edges(rows, width), edges(rows).zero_()
-        identity = torch.eye(width, device=v.device).expand_as(maps).contiguous()
-        scan(prepared, v, None, cut.split, identity, maps, driven=False)
-        scan(prepared, v, None, cut.split, None, driven)
-        ends = edges(rows)
+        maps, driven = edges(rows, width), edges(rows)
+        # The backward pass starts from the other end, and needs the maps of these stretches too.
+        stretch(prepared, v, cut.split if save else cut.before, maps, driven)
+        ends = edges(rows) if final else None
         scan(prepared, v, kept, cut.sequences, cut.entering(maps, driven, initial), ends)
-        last = ends.index_select(0, cut.last) if final else None
-    elif is_hopper(v.device) and len(sequences) == 1 and tokens >= 2 * PIECE_TOKENS:
+        last = None if ends is None else ends.index_select(0, cut.last)
+    elif (parts := overlapping(options, heads, values, v.device)) is not None:
         last = edges(1) if final else None
-        overlapped(inputs, parameters, options, prepared, placed.chunks, kept, initial, last)
+        overlapped(inputs, parameters, options, prepared, placed.chunks, parts, kept, initial, last)
     else:
         prepare_chunks(inputs, parameters, options, prepared, placed.chunks, range(count))
         last = edges(len(sequences)) if final else None
@@ -96,24 +99,48 @@ def overlapped(
     options: Options,
     prepared: Prepared,
     table: Tensor,
+    parts: list[Piece],
     kept: tuple[Tensor, Tensor | None, Tensor | None],
     initial: Tensor | None,
     last: Tensor | None,
 ) -> None:
     """Both passes over the only sequence, piece by piece on two streams."""
     v = inputs[2]
-    heads, _, size, width = prepared.kt.shape
-    parts = min(MOST_PIECES, len(v) // PIECE_TOKENS)
+    heads, _, _, width = prepared.kt.shape
     ahead, behind = torch.cuda.current_stream(v.device), side_stream(v.device)
-    cuts = pieces(options.bounds, size, parts, v.device)
-    carried = v.new_empty(parts - 1, 1, heads, width, v.shape[2], dtype=torch.float32)
+    carried = v.new_empty(len(parts) - 1, 1, heads, width, v.shape[2], dtype=torch.float32)
     edges = [initial, *carried, last]
-    for part, cut in enumerate(cuts):
-        prepare_chunks(inputs, parameters, options, prepared, table, cut.chunks)
+    for number, part in enumerate(parts):
+        prepare_chunks(inputs, parameters, options, prepared, table, part.chunks)
         behind.wait_stream(ahead)
         with torch.cuda.stream(behind):
-            scan(prepared, v, kept, cut.sequences, edges[part], edges[part + 1])
+            scan(prepared, v, kept, part.sequences, edges[number], edges[number + 1])
     ahead.wait_stream(behind)
+
+
+def overlapping(
+    options: Options, heads: int, values: int, device: torch.device
+) -> list[Piece] | None:
+    """Pieces of the only sequence whose passes overlap; None where there is nothing to gain.
+
+    A state pass of few programs keeps their SMs for itself (`chunks_ahead`): the piece that comes
+    next is as long as what the first pass has done by then on the others. Of more programs, it
+    shares all SMs with the first pass, and pieces are of one length.
+    """
+    if not is_hopper(device) or len(options.bounds) != 2:
+        return None
+    programs, fall = heads * (values // min(values, VALUE_BLOCK)), 1.0
+    if chunks_ahead(programs, device) > STAGES:
+        fall = min(1.0, PACE / heads * (1 - programs / processors(device)))
+    if len(piece_edges(options.bounds, options.size, fall)) == 2:
+        return None
+    return pieces(options.bounds, options.size, fall, device)
+
+
+def chunks_ahead(programs: int, device: torch.device) -> int:
+    """Chunks that a state pass of so many programs copies ahead. With `STAGES` two share an SM; on
+    half of the SMs or fewer each takes one, which hides more of what its copies wait for."""
+    return ALONE_STAGES if 2 * programs <= processors(device) else STAGES
 
 
 @lru_cache
@@ -159,7 +186,7 @@ def prepare_chunks(
     }
     narrow = all(x.dtype == torch.bfloat16 for x in (q, k, g))
     if width == 128 and size == 32 and options.norm and is_hopper(q.device) and narrow:
-        launch(prep_hopper_kernel)[(len(chunks), heads)](
+        launch(prep_hopper_kernel)[(len(chunks) * heads,)](
             *(rows_of(x, size, width // 2) for x in (q, k, g)),
             *(shared(x.view(-1, width), size, width // 2) for x in (out.kt, out.qt, out.kh)),
             *(shared(x.view(-1, size), size, size) for x in (out.inv, out.att)),
@@ -168,6 +195,7 @@ def prepare_chunks(
             table,
             *rows,
             *numbers,
+            heads,
             *(x.stride(1) for x in (q, k, g)),
             *beta.stride(),
             **constants,
@@ -194,6 +222,37 @@ def prepare_chunks(
     )
 
 
+def stretch(prepared: Prepared, v: Tensor, sequences: Tensor, maps: Tensor, driven: Tensor) -> None:
+    """What becomes, over ``sequences`` [N, 4], of the identity without values, into ``maps [S, H,
+    V, K]``, transposed, and of a zero state, into ``driven [S, H, K, V]``. None may be empty."""
+    if not in_gluon(prepared, v):
+        scan(prepared, v, None, sequences, None, maps, driven=False)
+        scan(prepared, v, None, sequences, None, driven)
+        return
+    heads, count, size, width = prepared.kt.shape
+    values = v.shape[2]
+    launch(stretch_hopper_kernel)[(len(sequences) * heads * (values // VALUE_BLOCK),)](
+        *shared_blocks(prepared),
+        rows_of(v, size, VALUE_BLOCK),
+        *(maps, driven, sequences, count, heads, v.stride(1)),
+        K=width,
+        V=values,
+        BV=VALUE_BLOCK,
+        C=size,
+        STAGES=STAGES,
+        MAP_REGISTERS=MAP_REGISTERS,
+        num_warps=4,
+        maxnreg=STRETCH_REGISTERS,
+    )
+
+
+def in_gluon(prepared: Prepared, v: Tensor) -> bool:
+    """Whether the kernels for Hopper serve a state pass."""
+    _, _, size, width = prepared.kt.shape
+    narrow = v.dtype == torch.bfloat16
+    return width == v.shape[2] == 128 and size == 32 and is_hopper(v.device) and narrow
+
+
 def scan(
     prepared: Prepared,
     v: Tensor,
@@ -208,8 +267,9 @@ def scan(
     """Second pass over ``sequences`` [N, 4], into ``kept`` (outputs; where they are wanted, U and
     the states entering chunks) and ``last`` (final states). Without ``driven`` all values are 0;
     ``initial`` and ``last`` are then maps, held transposed, ``[N, H, V, K]`` with as many values as
-    ``last`` has. With ``whole`` only sequences that end with a whole chunk have a final state, and
-    ``last`` may be ``initial``."""
+    ``last`` has. Without ``initial`` states begin as zero, maps as the identity. With ``whole``
+    only sequences that end with a whole chunk have a final state, and ``last`` may be
+    ``initial``."""
     out, written, states = kept or (None, None, None)
     heads, count, size, width = prepared.kt.shape
     values = v.shape[2] if driven or last is None else last.shape[3]
@@ -227,7 +287,7 @@ def scan(
         "OUT": out is not None,
         "WHOLE": whole,
     }
-    if width == values == 128 and size == 32 and is_hopper(v.device) and v.dtype == torch.bfloat16:
+    if in_gluon(prepared, v):
         launch(scan_hopper_kernel)[(grid[0] * grid[1],)](
             *shared_blocks(prepared),
             rows_of(v, size, block),
@@ -241,7 +301,7 @@ def scan(
             heads,
             v.stride(1),
             **constants,
-            STAGES=3,
+            STAGES=chunks_ahead(grid[0] * grid[1], v.device),
             num_warps=4,
             maxnreg=SCAN_REGISTERS,
         )

@@ -195,12 +195,13 @@ def grad_hopper_kernel(
     GATE: gl.constexpr,
     SIGMOID: gl.constexpr,
 ):
-    """As `triton_grad.grad_kernel`, grid (chunks K / PIECE, H); ``C`` 32, ``PIECE`` 64, 4 warps."""
+    """As `triton_grad.grad_kernel`, grid (chunks H K / PIECE); ``C`` 32, ``PIECE`` 64, 4 warps."""
     work: gl.constexpr = gl.bfloat16
-    # The pieces of a chunk run next to each other: the second finds its tiles in the cache.
+    # The pieces of a chunk run next to each other: the second finds its tiles in the cache. So do
+    # its heads, as they lie in memory.
     piece = gl.program_id(0) % (K // PIECE)
-    chunk = gl.program_id(0) // (K // PIECE)
-    head = gl.program_id(1)
+    head = gl.program_id(0) // (K // PIECE) % heads
+    chunk = gl.program_id(0) // (K // PIECE * heads)
     start = gl.load(chunk_table + 2 * chunk)
     length = gl.load(chunk_table + 2 * chunk + 1)
     space = head.to(gl.int64) * chunks + chunk

@@ -248,6 +248,7 @@ def prep_hopper_kernel(
     bound,
     first,
     chunks,
+    heads,
     q_h,
     k_h,
     g_h,
@@ -260,7 +261,7 @@ def prep_hopper_kernel(
     GATE: gl.constexpr,
     SIGMOID: gl.constexpr,
 ):
-    """As `triton_prep.prep_kernel`; the same grid. ``C`` 32, ``K`` 128, four warps."""
+    """As `triton_prep.prep_kernel`; grid (chunks H). ``C`` 32, ``K`` 128, four warps."""
     work: gl.constexpr = gl.bfloat16
     HALF: gl.constexpr = K // 2
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -269,8 +270,9 @@ def prep_hopper_kernel(
     stacked: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, K], work)
     pair: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], work)
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    chunk = first + gl.program_id(0)
-    head = gl.program_id(1)
+    # The heads of a chunk run next to each other, as they lie in memory.
+    chunk = first + gl.program_id(0) // heads
+    head = gl.program_id(0) % heads
     start = gl.load(chunk_table + 2 * chunk)
     length = gl.load(chunk_table + 2 * chunk + 1)
     raw = gl.allocate_shared_memory(work, [4, C, HALF], q_desc.layout)

@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def open_stages(descs, STAGES: gl.constexpr):
-    """Shared memory for ``STAGES`` chunks of the tiles of ``descs``, each with two barriers."""
+def open_stages(descs, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """Shared memory for ``STAGES`` chunks of the tiles of ``descs``, each with two barriers:
+    ``ready``, and ``free``, which takes all ``READERS``."""
     kt_desc, qt_desc, kh_desc, inv_desc, att_desc, decay_desc, beta_desc, v_desc = descs
     work: gl.constexpr = kt_desc.dtype
     C: gl.constexpr = kt_desc.block_type.shape[0]
@@ -37,7 +38,7 @@ def open_stages(descs, STAGES: gl.constexpr):
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
+        mbarrier.init(free.index(s), count=READERS)
     fence_async_shared()
     return (kt, qt, kh, inv, att, decay, beta, v), ready, free
 
@@ -143,6 +144,8 @@ def run_chunks(
     if INITIAL:
         used = length > 0 if WHOLE else None
         state = gl.load(initial + place, mask=used).to(gl.float32)
+    elif not DRIVEN:
+        state = gl.where(channel[None, :] == (column + value)[:, None], 1.0, 0.0)
     else:
         state = gl.zeros([BV, K], gl.float32, wide)
     out_row = gl.arange(0, C, layout=gl.SliceLayout(1, rows))
@@ -256,7 +259,7 @@ def scan_hopper_kernel(
     # An empty last sequence has no chunk; what is read for it is not used, but must be there.
     space = head.to(gl.int64) * chunks + gl.minimum(first, chunks - 1)
     descs = (kt_desc, qt_desc, kh_desc, inv_desc, att_desc, decay_desc, beta_desc, v_desc)
-    buffers, ready, free = open_stages(descs, STAGES)
+    buffers, ready, free = open_stages(descs, STAGES, 1)
     edge = (number * heads + head) * K * V
     if OUT:
         out += (start.to(gl.int64) * heads + head) * V

@@ -141,7 +141,7 @@ def scan_backward_hopper_kernel(
     count = gl.cdiv(length, C)
     space = head.to(gl.int64) * chunks + gl.minimum(first, chunks - 1)
     descs = (kt_desc, qt_desc, kh_desc, inv_desc, att_desc, decay_desc, beta_desc, do_desc)
-    buffers, ready, free = open_stages(descs, STAGES)
+    buffers, ready, free = open_stages(descs, STAGES, 1)
     if OUT:
         z_out += space * C * V
     edge = (number * heads + head) * K * V + column

@@ -32,12 +32,15 @@ class Segments:
     """Stretches of packed sequences, numbered in order; tables on the device.
 
     ``sequences`` [S, 4] and ``split`` (only the stretches of sequences that are cut) are as in
-    `tables.Tables`. ``first`` and ``last`` [N] are the numbers of each sequence's stretches at its
-    ends, ``walks`` [M, 2] those of sequences that are cut.
+    `tables.Tables`; of ``split``, a cut follows those in ``before`` and precedes those in
+    ``after``. ``first`` and ``last`` [N] are the numbers of each sequence's stretches at its ends,
+    ``walks`` [M, 2] those of sequences that are cut.
     """
 
     sequences: torch.Tensor
     split: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
     first: torch.Tensor
     last: torch.Tensor
     walks: torch.Tensor
@@ -46,7 +49,7 @@ class Segments:
         self, maps: torch.Tensor, driven: torch.Tensor, initial: torch.Tensor | None
     ) -> torch.Tensor:
         """States ``[S, H, K, V]`` at the start of the stretches; ``maps [S, H, K, K]`` are held
-        transposed, ``initial [N, H, K, V]``."""
+        transposed, ``initial [N, H, K, V]``. Of maps and driven states, those ``before`` cuts."""
         states = torch.zeros_like(driven)
         if initial is not None:
             states.index_copy_(0, self.first, initial)
@@ -56,7 +59,8 @@ class Segments:
     def leaving(
         self, maps: torch.Tensor, driven: torch.Tensor, d_final: torch.Tensor | None
     ) -> torch.Tensor:
-        """State gradients ``[S, H, K, V]`` at the stretches' ends; ``d_final [N, H, K, V]``."""
+        """State gradients ``[S, H, K, V]`` at the stretches' ends; ``d_final [N, H, K, V]``. Of
+        maps and driven gradients, those ``after`` cuts."""
         grads = torch.zeros_like(driven)
         if d_final is not None:
             grads.index_copy_(0, self.last, d_final)
@@ -129,6 +133,8 @@ def segments(
 @torch.inference_mode(False)
 def _segments(bounds: tuple[int, ...], size: int, span: int, device: torch.device) -> Segments:
     rows: list[tuple[int, int, int, int]] = []
+    before: list[tuple[int, int, int, int]] = []
+    after: list[tuple[int, int, int, int]] = []
     split: list[tuple[int, int, int, int]] = []
     edges: list[tuple[int, int]] = []
     chunk = 0
@@ -140,6 +146,8 @@ def _segments(bounds: tuple[int, ...], size: int, span: int, device: torch.devic
         ]
         edges.append((here[0][0], here[-1][0]))
         rows += here
+        before += here[:-1]
+        after += here[1:]
         split += here if len(here) > 1 else []
         chunk += -(-length // size)
     rows.sort(key=lambda row: -row[3])
@@ -149,4 +157,4 @@ def _segments(bounds: tuple[int, ...], size: int, span: int, device: torch.devic
 
     first, last = torch.tensor(edges).T.contiguous().to(device)
     walks = table([edge for edge in edges if edge[0] < edge[1]])
-    return Segments(table(rows), table(split), first, last, walks)
+    return Segments(table(rows), table(split), table(before), table(after), first, last, walks)

@@ -13,6 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 T = TypeVar("T")
 
+# Tokens that a piece of a sequence has to have, so that it is worth its launches.
+FIRST_PIECE, LAST_PIECE, MOST_PIECES = 3072, 1280, 8
+
 
 @dataclass(frozen=True, slots=True)
 class Tables:
@@ -64,19 +67,32 @@ class Piece:
     sequences: torch.Tensor
 
 
-def pieces(bounds: tuple[int, ...], size: int, parts: int, device: torch.device) -> list[Piece]:
-    """The only sequence between ``bounds`` in ``parts`` pieces of about the same length."""
-    return kept_for_graphs(_pieces(bounds, size, parts, device), device)
+def piece_edges(bounds: tuple[int, ...], size: int, fall: float) -> list[int]:
+    """Chunks at the edges of as many pieces of the only sequence between ``bounds`` as are long
+    enough, each ``fall``, at most 1, times as long as the one before."""
+    start, end = bounds
+    shares = [1.0]
+    for parts in range(2, MOST_PIECES + 1):
+        found = [fall**part for part in range(parts)]
+        tokens = (end - start) / sum(found)
+        if tokens < FIRST_PIECE or tokens * found[-1] < LAST_PIECE:
+            break
+        shares = [x / sum(found) for x in found]
+    count = -(-(end - start) // size)
+    return [0, *(round(count * x) for x in itertools.accumulate(shares))]
+
+
+def pieces(bounds: tuple[int, ...], size: int, fall: float, device: torch.device) -> list[Piece]:
+    """The only sequence between ``bounds``, in the pieces of `piece_edges`."""
+    return kept_for_graphs(_pieces(bounds, size, fall, device), device)
 
 
 @lru_cache(maxsize=4)
 @torch.inference_mode(False)
-def _pieces(bounds: tuple[int, ...], size: int, parts: int, device: torch.device) -> list[Piece]:
+def _pieces(bounds: tuple[int, ...], size: int, fall: float, device: torch.device) -> list[Piece]:
     start, end = bounds
-    count = -(-(end - start) // size)
-    edges = [count * part // parts for part in range(parts + 1)]
     found: list[Piece] = []
-    for first, after in itertools.pairwise(edges):
+    for first, after in itertools.pairwise(piece_edges(bounds, size, fall)):
         begin, stop = start + first * size, min(start + after * size, end)
         row = torch.tensor([[0, first, begin, stop - begin]], dtype=torch.int32)
         found.append(Piece(range(first, after), row.to(device)))

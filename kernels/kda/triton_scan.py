@@ -48,9 +48,9 @@ def scan_kernel(
 
     ``SAVE`` also writes U and the state entering each chunk, for the backward pass. Without
     ``DRIVEN`` the values are zero, and initial and final states are maps, held transposed
-    ``[V, K]``. Without ``OUT`` only final states are written. With ``WHOLE``
-    no state is read of a sequence without tokens, and no final one written of a sequence that ends
-    inside a chunk, so that ``final`` may be ``initial``.
+    ``[V, K]``. Without ``INITIAL`` states begin as zero, maps as the identity. Without ``OUT`` only
+    final states are written. With ``WHOLE`` no state is read of a sequence without tokens, and no
+    final one written of a sequence that ends inside a chunk, so that ``final`` may be ``initial``.
     """
     head = tl.program_id(0) % heads
     sequence = tl.program_id(0) // heads
@@ -70,6 +70,8 @@ def scan_kernel(
     if INITIAL:
         used = length > 0 if WHOLE else None
         state = tl.load(initial + edge, mask=used).to(tl.float32)
+    elif not DRIVEN:
+        state = tl.where(channel[None, :] == column[:, None], 1.0, 0.0)
     else:
         state = tl.zeros([BV, K], tl.float32)
     if DRIVEN:

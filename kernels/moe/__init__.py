@@ -2,12 +2,14 @@
 4-bit format of published experts."""
 
 from .experts import grouped_experts, naive_experts
-from .histogram import QuantileHistogram
+from .histogram import Counts, QuantileHistogram
 from .mxfp4 import mxfp4_decode, mxfp4_encode, mxfp4_rounded
 from .route import mixing_weights, route
+from .router import naive_router, router
 from .situ import naive_situ_glu, situ_glu
 
 __all__ = [
+    "Counts",
     "QuantileHistogram",
     "grouped_experts",
     "mixing_weights",
@@ -15,7 +17,9 @@ __all__ = [
     "mxfp4_encode",
     "mxfp4_rounded",
     "naive_experts",
+    "naive_router",
     "naive_situ_glu",
     "route",
+    "router",
     "situ_glu",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from .route import route
@@ -21,7 +23,8 @@ class QuantileHistogram:
         self.k = k
         self.bias = bias.detach().float().clone()
         self.low = bias.min().float() - 1.0
-        self.width = (bias.max().float() + 1.0 - self.low) / NUM_BINS
+        span = bias.max().float() + 1.0 - self.low
+        self.width, self.scale = span / NUM_BINS, NUM_BINS / span
         self.counts = torch.zeros(len(bias), NUM_BINS, dtype=torch.int32, device=bias.device)
         self.tokens = torch.zeros(1, dtype=torch.int64, device=bias.device)
 
@@ -32,18 +35,23 @@ class QuantileHistogram:
         cutoff: torch.Tensor | None = None,
     ) -> None:
         """Count the tokens of ``scores [T, E]`` where ``valid [T]``; ``cutoff [T]`` is `route`'s,
-        computed here if the caller does not have it."""
+        computed here if the caller does not have it. On a GPU the CPU does not wait for it."""
+        scores = scores.detach()
+        if self.k < len(self.bias) and cutoff is None:
+            cutoff = route(scores, self.bias, self.k)[2]
+        if scores.is_cuda and scores.dtype != torch.float64:
+            from .fused import count
+
+            count(self, scores.float().contiguous(), cutoff, valid, logits=False)
+            return
         if valid is not None:
             scores, cutoff = scores[valid], None if cutoff is None else cutoff[valid]
-        scores = scores.detach()
         self.tokens += len(scores)
-        if self.k == len(self.bias):
+        if self.k == len(self.bias) or cutoff is None:
             return  # every expert takes every token: nothing to balance
-        if cutoff is None:
-            cutoff = route(scores, self.bias, self.k)[2]
-        required = cutoff[:, None] - scores
-        # Clamped as integers: one that is not finite (the step will be skipped) has a bin as well.
-        bins = ((required - self.low) / self.width).floor().long().clamp_(0, NUM_BINS - 1)
+        bins = ((cutoff - self.low)[:, None] - scores) * self.scale
+        # One that is not finite (the step will be skipped) has a bin as well.
+        bins = bins.nan_to_num(0.0).clamp_(0, NUM_BINS - 1).long()
         flat = bins + torch.arange(scores.shape[1], device=bins.device) * NUM_BINS
         counts = torch.bincount(flat.flatten(), minlength=self.counts.numel())
         self.counts += counts.view_as(self.counts).to(torch.int32)
@@ -71,3 +79,13 @@ class QuantileHistogram:
         part = ((rank - before) / inside.clamp(min=1)).clamp_(0, 1)
         bias = self.low.double() + (index[:, 0].double() + part[:, 0]) * self.width.double()
         return (bias - bias.mean()).float()
+
+
+class Counts(NamedTuple):
+    """What `router` counts of a forward, in place: the routes that were taken in ``load [E]``
+    int64, what they require in ``histogram``; only of the tokens where ``valid`` bool [T] is set.
+    """
+
+    load: torch.Tensor
+    histogram: QuantileHistogram | None = None
+    valid: torch.Tensor | None = None

@@ -12,7 +12,7 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, below
 
-from farhorizon.kernels.kda import fused, naive_kda, segments  # noqa: E402
+from farhorizon.kernels.kda import fused, naive_kda, segments, tables  # noqa: E402
 from farhorizon.kernels.kda.tables import Options  # noqa: E402
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -147,6 +147,23 @@ def test_long_sequences_of_few_heads_are_cut_in_time(monkeypatch: pytest.MonkeyP
     first = [x[40:140] for x in inputs[:5]] + inputs[5:7] + [inputs[7][2:3]]
     prefix, _ = run(first, choose((0, 100)))
     assert torch.equal(prefix, cut[0][40:140])  # what follows moves no cut
+    for final in (True, False):  # without gradients, less is computed
+        out, last = fused.ChunkKda.apply(*inputs, final, False, choose(bounds))
+        assert torch.equal(out, cut[0])
+        assert torch.equal(last, cut[1]) if final else last is None
+
+
+def test_pieces_fall_as_wanted_and_none_is_too_short() -> None:
+    """Shares 1 / (1 + f + f^2 ...) of the chunks, of as many pieces as their lengths allow."""
+    assert tables.piece_edges((0, 8960), 32, 0.5) == [0, 160, 240, 280]  # 4/7, 2/7, 1/7
+    assert tables.piece_edges((0, 8959), 32, 0.5) == [0, 187, 280]  # a third has less than 1280
+    assert tables.piece_edges((5, 6149), 32, 1.0) == [0, 96, 192]
+    assert tables.piece_edges((0, 6143), 32, 1.0) == [0, 192]  # halves have less than 3072 tokens
+    assert tables.piece_edges((0, 2**20), 32, 1.0) == [4096 * part for part in range(9)]
+    found = tables.pieces((7, 8998), 32, 0.5, torch.device("cpu"))
+    rows = [piece.sequences.tolist() for piece in found]
+    assert rows == [[[0, 0, 7, 5152]], [[0, 161, 5159, 2560]], [[0, 241, 7719, 1279]]]
+    assert [piece.chunks for piece in found] == [range(161), range(161, 241), range(241, 281)]
 
 
 def test_states_at_cuts_are_sums_in_the_order_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:

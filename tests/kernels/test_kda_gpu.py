@@ -149,9 +149,10 @@ def test_pieces_with_carried_state_have_the_bits_of_one_pass() -> None:
     assert torch.equal(torch.cat(outs, 1), whole) and torch.equal(state, final)
 
 
-def test_passes_that_overlap_change_no_bit() -> None:
+@pytest.mark.parametrize("heads", [4, 32])
+def test_passes_that_overlap_change_no_bit(heads: int) -> None:
     """A long sequence of few heads alone is cut into pieces, in a pack it is not."""
-    inputs = draw(9000, 4)
+    inputs = draw(9000, heads)
     sequence = {n: (x[:, :8190] if x.dim() > 2 else x) for n, x in inputs.items()}
     d_out = torch.randn_like(sequence["v"])
 

@@ -1,0 +1,250 @@
+"""The router and its statistics on the GPU: launches, and autograd around them.
+
+The logits of all experts are written once, for up to `ELEMENTS` of them at a time. Tiles do not
+depend on the number of tokens, nor do the sums: a token has the same bits in any company.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..device import is_hopper, launch, on_device_of, processors
+from ..precision import as_given
+from .gluon_histogram import count_hopper_kernel
+from .histogram import NUM_BINS, Counts, QuantileHistogram
+from .route import MOST_CHOICES
+from .triton_histogram import count_kernel
+from .triton_router import mix_kernel, product_kernel, select_kernel
+
+ELEMENTS = 1 << 26  # logits that exist at once: 256 MiB
+PART = torch.bfloat16  # of numbers in fp32, two of which stand for one
+STEP, STAGES = 64, 3  # of the product: terms of a sum at once, and tiles on their way
+FEW_ROWS = 1024  # of a product, which then takes small tiles
+COLUMNS = 64  # in which `select_kernel` looks for large numbers
+MIX_TOKENS, COUNT_TILE = 64, (32, 32)
+# Experts of a program, tokens of a step and of a program, and programs that share an SM.
+HOPPER_EXPERTS, HOPPER_TOKENS, HOPPER_SHARE, HOPPER_PROGRAMS = 16, 256, 4096, 3
+
+Tensor = torch.Tensor
+
+
+def power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def parts_of(x: Tensor, dtype: torch.dtype, split: bool) -> Tensor:
+    """``x [R, D]`` as rows that tiles are copied from: in ``dtype``, or ``split`` in two parts one
+    below the other, which add up to it within 2^-16 of it; D is filled up to a multiple of 8."""
+    if x.shape[1] % 8:
+        x = F.pad(x, (0, -x.shape[1] % 8))
+    if split:
+        both = x.new_empty(2, *x.shape, dtype=dtype)
+        both[0] = x
+        both[1] = x - both[0]
+        return both.view(-1, x.shape[1])
+    x = x.to(dtype)
+    copied = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return x if copied else x.contiguous()
+
+
+def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile of the product, and its warps. They change no bit: every number
+    is one sum in one order."""
+    if rows <= FEW_ROWS:
+        return 64, min(32, max(16, power_of_two(columns))), 4
+    if columns <= 64:
+        return 128, max(16, power_of_two(columns)), 4
+    return 256, 128, 8
+
+
+def product(x: Tensor, weight: Tensor, out: Tensor, terms: int = 1) -> None:
+    """``out [R, N]`` as `product_kernel` has it, of the parts of both."""
+    rows, columns = out.shape
+    high, wide, warps = tile_of(rows, columns)
+    tiles = -(-rows // high) * -(-columns // wide)
+    with on_device_of(x):
+        launch(product_kernel)[(min(tiles, processors(x.device)) if x.is_cuda else 1,)](
+            TensorDescriptor.from_tensor(x, [high, STEP]),
+            TensorDescriptor.from_tensor(weight, [wide, STEP]),
+            *(out, rows, tiles),
+            N=columns,
+            D=x.shape[1],
+            TERMS=terms,
+            BM=high,
+            BN=wide,
+            BK=STEP,
+            STAGES=STAGES,
+            num_warps=warps,
+        )
+
+
+def select(values: Tensor, bias: Tensor, k: int, logits: bool, experts: Tensor) -> Tensor:
+    """The cutoff ``[T]`` of `route` for contiguous ``values [T, E]``, which are scores, or
+    ``logits`` of them; ``experts [T, k]`` int64 takes the choice."""
+    tokens, num_experts = values.shape
+    padded = power_of_two(num_experts)
+    columns = min(padded, max(COLUMNS, padded // 16))
+    wanted = min(k + 1, num_experts)
+    room = min(MOST_CHOICES, power_of_two(max(8, wanted * 3 // 2)))
+    candidates = torch.empty(tokens, room, dtype=torch.int32, device=values.device)
+    cutoff = torch.empty(tokens, dtype=torch.float32, device=values.device)
+    if tokens:
+        with on_device_of(values):
+            launch(select_kernel)[(tokens,)](
+                *(values, bias.float().contiguous(), candidates, experts, cutoff),
+                E=num_experts,
+                K=k,
+                A=padded // columns,
+                B=columns,
+                C=room,
+                LOGITS=logits,
+                FAST=values.is_cuda,
+                num_warps=max(1, padded // 1024),
+            )
+    return cutoff
+
+
+def mix(
+    logits: Tensor,
+    experts: Tensor,
+    load: Tensor | None,
+    valid: Tensor | None,
+    weights: Tensor,
+    chosen: Tensor,
+) -> None:
+    """Into ``weights`` and ``chosen``, both ``[T, k]`` fp32, the mixing weights of the experts and
+    their scores; ``load`` and ``valid`` as in `Counts`."""
+    tokens, k = experts.shape
+    with on_device_of(logits):
+        launch(mix_kernel)[(-(-tokens // MIX_TOKENS),)](
+            *(logits, experts, byte_mask(valid), weights, chosen, load, tokens),
+            E=logits.shape[1],
+            K=k,
+            KP=power_of_two(k),
+            BT=MIX_TOKENS,
+            MASKED=valid is not None,
+            COUNT=load is not None,
+            LOGITS=True,
+            FAST=logits.is_cuda,
+        )
+
+
+def byte_mask(valid: Tensor | None) -> Tensor | None:
+    return None if valid is None else valid.bool().contiguous().view(torch.uint8)
+
+
+def count(
+    histogram: QuantileHistogram,
+    values: Tensor,
+    cutoff: Tensor | None,
+    valid: Tensor | None,
+    logits: bool,
+) -> None:
+    """`QuantileHistogram.add` for contiguous ``values [T, E]``, scores or ``logits`` of them;
+    without ``cutoff`` where every expert takes every token."""
+    tokens, num_experts = values.shape
+    if histogram.k == num_experts or cutoff is None:
+        histogram.tokens += tokens if valid is None else valid.sum()
+        return
+    if not tokens:
+        return
+    tables = (histogram.low, histogram.scale, histogram.counts, histogram.tokens)
+    given = (values, cutoff.float().contiguous(), byte_mask(valid), *tables, tokens)
+    fixed = {"E": num_experts, "BINS": NUM_BINS, "MASKED": valid is not None, "LOGITS": logits}
+    with on_device_of(values):
+        if is_hopper(values.device):
+            groups = -(-num_experts // HOPPER_EXPERTS)
+            resident = HOPPER_PROGRAMS * processors(values.device) // groups
+            share = max(HOPPER_SHARE, -(-tokens // max(1, resident)))
+            launch(count_hopper_kernel)[(groups, -(-tokens // share))](
+                *(*given, share), **fixed, BT=HOPPER_TOKENS, BE=HOPPER_EXPERTS, num_warps=8
+            )
+        else:
+            grid = [-(-n // block) for n, block in zip(values.shape, COUNT_TILE, strict=True)]
+            launch(count_kernel)[tuple(grid)](
+                *given, **fixed, BT=COUNT_TILE[0], BE=COUNT_TILE[1], FAST=values.is_cuda
+            )
+
+
+def rows_at_once(num_experts: int) -> int:
+    return max(1, ELEMENTS // num_experts)
+
+
+def blocks(tokens: int, num_experts: int) -> Iterator[slice]:
+    step = rows_at_once(num_experts)
+    return (slice(first, min(first + step, tokens)) for first in range(0, tokens, step))
+
+
+def terms_of(x: Tensor, weight: Tensor) -> tuple[torch.dtype, bool, bool]:
+    """The 16-bit type that both are multiplied in, and which of them are split."""
+    narrow = x.dtype in (torch.bfloat16, torch.float16)
+    dtype = x.dtype if narrow else PART
+    return dtype, not narrow, not narrow or weight.dtype != dtype
+
+
+class Routing(torch.autograd.Function):
+    """`router` on the GPU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        k: int,
+        given: tuple[Tensor, Tensor] | None,
+        counts: Counts | None,
+    ) -> tuple[Tensor, Tensor]:
+        tokens, num_experts = len(x), len(weight)
+        dtype, *split = terms_of(x, weight)
+        matrix = parts_of(weight, dtype, split[1])
+        experts = torch.empty(tokens, k, dtype=torch.int64, device=x.device)
+        weights, chosen = (x.new_empty(tokens, k, dtype=torch.float32) for _ in range(2))
+        room = min(tokens, rows_at_once(num_experts))
+        buffer = x.new_empty(room, num_experts, dtype=torch.float32)
+        load, histogram, valid = counts or (None, None, None)
+        for some in blocks(tokens, num_experts):
+            logits = buffer[: some.stop - some.start]
+            product(parts_of(x[some], dtype, split[0]), matrix, logits, 1 + sum(split))
+            cutoff = select(logits, bias, k, True, experts[some])
+            if given is not None:
+                taken, known = (t[some] for t in given)
+                experts[some] = torch.where(known[:, None], taken.long(), experts[some])
+            counted = None if valid is None else valid[some]
+            mix(logits, experts[some], load, counted, weights[some], chosen[some])
+            if histogram is not None:
+                count(histogram, logits, cutoff, counted, True)
+        ctx.save_for_backward(x, weight, experts, weights, chosen)
+        ctx.mark_non_differentiable(experts)
+        return experts, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, d_experts: Tensor, d_weights: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, weight, experts, weights, chosen = ctx.saved_tensors
+        total = chosen.sum(1, keepdim=True) + 1e-20
+        d_chosen = (d_weights - (d_weights * weights).sum(1, keepdim=True)) / total
+        d_logits = (d_chosen * chosen * (1 - chosen)).to(x.dtype)
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        d_weight = weight.new_zeros(weight.shape, dtype=torch.float32)
+        narrow = x.dtype != torch.float32
+        turned = parts_of(weight.t(), x.dtype, False) if narrow else weight.float()
+        with as_given(x):
+            for some in blocks(len(x), len(weight)):
+                dense = x.new_zeros(some.stop - some.start, len(weight))
+                dense.scatter_(1, experts[some], d_logits[some])
+                if narrow:
+                    product(parts_of(dense, x.dtype, False), turned, dx[some])
+                    d_weight += torch.mm(dense.t(), x[some], out_dtype=torch.float32)  # pyright: ignore[reportCallIssue, reportArgumentType]
+                else:
+                    torch.mm(dense, turned, out=dx[some])
+                    d_weight += torch.mm(dense.t(), x[some])
+        return dx, d_weight.to(weight.dtype), None, None, None, None

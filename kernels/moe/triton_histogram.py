@@ -1,0 +1,54 @@
+"""The counts of Quantile Balancing in Triton: one atomic sum in memory for each token and expert.
+
+Sums of integers come out the same in any order. `gluon_histogram` has the form for Hopper.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..triton_sigmoid import sigmoid
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def count_kernel(
+    values,
+    cutoff,
+    valid,
+    low,
+    scale,
+    counts,
+    counted,
+    tokens,
+    E: tl.constexpr,
+    BINS: tl.constexpr,
+    BT: tl.constexpr,
+    BE: tl.constexpr,
+    MASKED: tl.constexpr,
+    LOGITS: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Add ``BT`` tokens of ``BE`` experts to ``counts [E, BINS]``; grid (tokens / BT, E / BE).
+
+    ``values [T, E]`` are scores, or with ``LOGITS`` what the sigmoid makes scores. The bin is
+    (cutoff - score - low) scale rounded down, the first or last beyond them. ``counted`` takes the
+    number of tokens; with ``MASKED`` only those count where ``valid`` is not 0.
+    """
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    expert = tl.program_id(1) * BE + tl.arange(0, BE)
+    inside = token < tokens
+    if MASKED:
+        inside &= tl.load(valid + token, mask=inside, other=0) != 0
+    if tl.program_id(1) == 0:
+        tl.atomic_add(counted, tl.sum(inside.to(tl.int64), 0), sem="relaxed")
+    limit = tl.load(cutoff + token, mask=inside, other=0.0)
+    mask = inside[:, None] & (expert < E)[None, :]
+    place = token.to(tl.int64)[:, None] * E + expert[None, :]
+    score = tl.load(values + place, mask=mask, other=0.0).to(tl.float32)
+    if LOGITS:
+        score = sigmoid(score, FAST)
+    bins = ((limit - tl.load(low))[:, None] - score) * tl.load(scale)
+    # the comparison is false of what is no number: that counts as the first
+    bins = tl.where(bins > 0, tl.minimum(bins, BINS - 1), 0.0).to(tl.int32)
+    tl.atomic_add(counts + expert[None, :] * BINS + bins, 1, mask=mask, sem="relaxed")
