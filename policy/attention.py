@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..kernels.norm import rms_norm
 from ..kernels.precision import widen
 from .config import PolicyConfig
 from .packing import Packing
@@ -23,8 +24,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = widen(x)
-        return F.rms_norm(wide, x.shape[-1:], self.weight.to(wide.dtype), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class GatedMLA(nn.Module):

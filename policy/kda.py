@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.conv import short_conv
@@ -86,7 +87,8 @@ class KimiDeltaAttention(nn.Module):
         self, x: torch.Tensor, packing: Packing, state: KdaState | ReplayedKda | None
     ) -> torch.Tensor:
         """``x [T, D]`` normed input -> ``[T, D]``; continues and updates ``state`` in place."""
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        qkv = F.linear(x, torch.cat([part.weight for part in parts]))
         kernel = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])[:, 0]
         z, beta = self.f_b_proj(self.f_a_proj(x)), self.b_proj(x)
         single = packing.longest == 1

@@ -301,7 +301,8 @@ class LearnerGroup:
             self._kill()
             if death is not None:
                 raise _ended(death) from error
-            if isinstance(error.cause, Exception):
+            # Of a fault of our own the rank's traceback, the text of Ray's error, is needed.
+            if told or isinstance(error.cause, OSError):
                 raise error.cause from None
             raise
         except RayError as error:

@@ -13,7 +13,7 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
-from ..configs.errors import RunFailed, last_line
+from ..configs.errors import RunFailed, UserError, last_line
 from ..configs.schema import EnvConfig, RolloutConfig
 from ..envs.registry import make_config, resolve_plugins
 from ..envs.types import Task
@@ -211,7 +211,8 @@ def _get(refs: list[ray.ObjectRef]) -> list[Any]:
     try:
         return ray.get(refs)
     except RayTaskError as error:
-        if isinstance(error.cause, Exception):
+        # Of a fault of our own the actor's traceback, which is the text of Ray's error, is needed.
+        if isinstance(error.cause, UserError | RunFailed | OSError):
             raise error.cause from None
         raise
     except RayError as error:

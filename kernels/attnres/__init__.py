@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from ..precision import as_given, widen
+from ..blocks import BLOCK_ELEMENTS
+from ..norm import rms_norm
+from ..precision import as_given
 from .naive import naive_mix, naive_mix_norm
+from .rows import MixRows
 
 __all__ = ["mix", "mix_norm", "naive_mix", "naive_mix_norm"]
 
@@ -34,8 +35,15 @@ def mix(
         from .fused import mix_fused
 
         return mix_fused(sources, None, query, norm_weight, None, eps)[0]
+    count = sources[0].numel() * len(sources)
+    if not torch.is_grad_enabled() and count <= BLOCK_ELEMENTS:
+        with as_given(sources[0]):
+            return naive_mix(sources, query, norm_weight, eps)  # fewest calls
+    width = sources[0].shape[-1]
+    rows = [source.reshape(-1, width) for source in sources]
     with as_given(sources[0]):
-        return _Mix.apply(query, norm_weight, eps, *sources)
+        out = MixRows.apply(query.flatten(), norm_weight, eps, *rows)
+    return out.view(sources[0].shape)
 
 
 def mix_norm(
@@ -66,64 +74,8 @@ def mix_norm(
     if update is not None:
         partial = partial + update
     mixed = mix([*blocks, partial], query, norm_weight, eps)
-    wide = widen(mixed)
-    normed = F.rms_norm(wide, wide.shape[-1:], next_weight.to(wide.dtype), eps)
-    return tuple(blocks), partial, normed.to(mixed.dtype)
+    return tuple(blocks), partial, rms_norm(mixed, next_weight, eps)
 
 
 def _takes_kernels(sources: Sequence[torch.Tensor]) -> bool:
     return sources[0].is_cuda and all(s.dtype != torch.float64 for s in sources)
-
-
-class _Mix(torch.autograd.Function):
-    """Recomputes the mixture in backward, so that nothing but its inputs is kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, norm: torch.Tensor, eps: float, *sources: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(query, norm, *sources)
-        ctx.eps = eps
-        out = _mixture(query, norm, eps, sources)[3]
-        return out.to(sources[0].dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with as_given(upstream[0]):
-            return _gradients(ctx, upstream[0])
-
-
-def _gradients(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    query, norm, *sources = ctx.saved_tensors
-    direction, inverse, weights, out = _mixture(query, norm, ctx.eps, sources)
-    grad = widen(upstream)
-    along_out = (grad * out).sum(-1)
-    d_direction = torch.zeros_like(direction)
-    d_sources = []
-    for source, rs, p in zip(sources, inverse, weights, strict=True):
-        v = widen(source)
-        d_score = p * ((grad * v).sum(-1) - along_out)  # [...]
-        scaled = d_score * rs
-        score = (v @ direction) * rs
-        d_direction = d_direction + scaled.flatten() @ v.flatten(0, -2)
-        pull = scaled[..., None] * direction - (scaled * score * rs / v.shape[-1])[..., None] * v
-        d_sources.append((p[..., None] * grad + pull).to(source.dtype))
-    wide_query, wide_norm = widen(query).flatten(), widen(norm)
-    d_query = (d_direction * wide_norm).view(query.shape).to(query.dtype)
-    d_norm = (d_direction * wide_query).to(norm.dtype)
-    return d_query, d_norm, None, *d_sources
-
-
-def _mixture(
-    query: torch.Tensor, norm: torch.Tensor, eps: float, sources: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    direction = (widen(query) * widen(norm)).flatten()
-    wide = [widen(s) for s in sources]
-    inverse = [torch.rsqrt(v.square().mean(-1) + eps) for v in wide]
-    weights = torch.softmax(
-        torch.stack([(v @ direction) * rs for v, rs in zip(wide, inverse, strict=True)]), 0
-    )
-    out = weights[0][..., None] * wide[0]
-    for v, p in zip(wide[1:], weights[1:], strict=True):
-        out = torch.addcmul(out, v, p[..., None])
-    return direction, inverse, weights, out

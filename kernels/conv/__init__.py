@@ -6,6 +6,7 @@ import torch
 
 from ..device import takes_kernels
 from .naive import naive_short_conv
+from .rows import ConvRows, takes_rows
 
 __all__ = ["naive_short_conv", "short_conv"]
 
@@ -28,7 +29,17 @@ def short_conv(
         from .fused import short_conv_fused
 
         return short_conv_fused(x, kernel, bounds, tail)
+    if tail is None and takes_rows(x, kernel, len(bounds) - 1):
+        out = ConvRows.apply(x.contiguous(), kernel.T.flip(0).contiguous(), bounds)
+        return out, _last_rows(x, bounds, kernel.shape[1] - 1)
     return naive_short_conv(x, kernel, bounds, tail)
+
+
+def _last_rows(x: torch.Tensor, bounds: tuple[int, ...], history: int) -> torch.Tensor:
+    """The last ``history`` rows of each sequence, zeros before its first one."""
+    rows = torch.tensor(bounds[1:], device=x.device)[:, None] + torch.arange(-history, 0)
+    missing = rows < torch.tensor(bounds[:-1], device=x.device)[:, None]
+    return x[rows.clamp(min=0)].masked_fill(missing[..., None], 0)
 
 
 def _check(

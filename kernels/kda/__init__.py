@@ -8,6 +8,8 @@ import torch
 from ..conv import short_conv
 from ..norm import gated_norm
 from ..precision import as_given
+from .blocked import chunk_kda_blocked
+from .blocks import Options as BlockOptions
 from .chunk import chunk_kda_torch
 from .naive import (
     check_inputs,
@@ -94,6 +96,25 @@ def chunk_kda(
             options,
         )
         return out.view(v.shape), final
+    bounded = use_gate_in_kernel and lower_bound is not None and lower_bound >= -5.0
+    if bounded and v.device.type == "cpu":
+        check_inputs(q, k, v, g, beta, A_log, dt_bias, True, lower_bound)
+        check_state(initial_state, len(bounds) - 1, q, v)
+        assert A_log is not None and dt_bias is not None and lower_bound is not None
+        out, final = chunk_kda_blocked(
+            tuple(x.flatten(0, 1) for x in (q, k, v, g, beta)),
+            A_log,
+            dt_bias,
+            initial_state,
+            BlockOptions(
+                bounds,
+                width**-0.5 if scale is None else scale,
+                lower_bound,
+                use_qk_l2norm_in_kernel,
+                use_beta_sigmoid_in_kernel,
+            ),
+        )
+        return out.view(v.shape), final if output_final_state else None
     qw, kw, vw, gw, bw = prepare(
         q,
         k,
@@ -117,7 +138,7 @@ def chunk_kda(
         bw.flatten(0, 1),
         initial_state,
         bounds,
-        bounded=use_gate_in_kernel and lower_bound is not None and lower_bound >= -5.0,
+        bounded,
     )
     return out.view(vw.shape).to(v.dtype), final if output_final_state else None
 

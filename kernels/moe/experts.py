@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
-from ..precision import widen
+from .situ import situ_glu
 
 DENSE_ELEMENTS = 1024  # tokens x experts below which all experts run in one batched product
-
-
-def situ_glu(
-    gate: torch.Tensor, up: torch.Tensor, beta: float = 4.0, linear_beta: float = 25.0
-) -> torch.Tensor:
-    """``beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(up / linear_beta)``, fp32 inside.
-
-    Bounded by ``beta * linear_beta`` for any input; the result has gate's dtype.
-    """
-    a, b = widen(gate), widen(up)
-    out = (beta * torch.tanh(a / beta) * torch.sigmoid(a)) * (
-        linear_beta * torch.tanh(b / linear_beta)
-    )
-    return out.to(gate.dtype)
 
 
 def naive_experts(
@@ -73,15 +62,67 @@ def grouped_experts(
     else:
         flat = experts.flatten()
         order = flat.argsort(stable=True)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         sizes = torch.bincount(flat, minlength=num_experts).tolist()
-        routed = x.index_select(0, order // k).split(sizes)
+        routed = _Dispatch.apply(x, order // k, back.view(tokens, k)).split(sizes)
         outputs = [
             F.linear(_activate(F.linear(rows, a), F.linear(rows, c), activation), b)
             for rows, a, b, c in zip(routed, w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
         ]
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        chosen = torch.cat(outputs).index_select(0, back).view(tokens, k, -1)
+        return _Combine.apply(torch.cat(outputs), weights, order, back.view(tokens, k))
     return torch.bmm(weights.to(chosen.dtype)[:, None], chosen)[:, 0]
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows of ``x [T, D]`` in the order of their experts: row i is token ``source [T k]`` i. The
+    gradient gathers from ``place [T, k]``, in the order of the routes, and adds nothing at random.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, source: torch.Tensor, place: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.place = place
+        return x.index_select(0, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        first, *others = ctx.place.unbind(1)
+        dx = upstream[0].index_select(0, first)
+        for place in others:
+            dx += upstream[0].index_select(0, place)
+        return dx, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """``sum_j weights[t, j] outputs[place[t, j]]`` of ``outputs [T k, D]`` in the order of their
+    experts, where row i belongs to the flattened route ``order [T k]`` i."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        outputs: torch.Tensor,
+        weights: torch.Tensor,
+        order: torch.Tensor,
+        place: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(outputs, weights, order, place)
+        mixed = weights.to(outputs.dtype)
+        first, *others = place.unbind(1)
+        out = outputs.index_select(0, first).mul_(mixed[:, :1])
+        for j, other in enumerate(others, 1):
+            out.addcmul_(outputs.index_select(0, other), mixed[:, j : j + 1])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        outputs, weights, order, place = ctx.saved_tensors
+        scales = weights.to(outputs.dtype).flatten().index_select(0, order)
+        pull = upstream[0].index_select(0, order // place.shape[1])
+        along = (pull * outputs).sum(-1, dtype=weights.dtype)
+        return pull.mul_(scales[:, None]), along[place], None, None
 
 
 def _activate(

@@ -1,13 +1,25 @@
-"""RMSNorm of a head times a sigmoid gate."""
+"""RMSNorm, and RMSNorm of a head times a sigmoid gate."""
 
 from __future__ import annotations
 
 import torch
 
+from ..blocks import trains_on_cpu
 from ..device import takes_kernels
-from .naive import naive_gated_norm
+from .naive import naive_gated_norm, naive_rms_norm
+from .rows import NormRows
 
-__all__ = ["gated_norm", "naive_gated_norm"]
+__all__ = ["gated_norm", "naive_gated_norm", "naive_rms_norm", "rms_norm"]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x rsqrt(mean(x^2) + eps) weight`` over the last dimension, in fp32 or wider.
+
+    ``x [..., V]``, ``weight [V]``; the result has x's dtype. Differentiable in both.
+    """
+    if trains_on_cpu(x, weight):
+        return NormRows.apply(_rows(x), None, weight, eps).view(x.shape)
+    return naive_rms_norm(x, weight, eps)
 
 
 def gated_norm(
@@ -29,4 +41,10 @@ def gated_norm(
         from .fused import gated_norm_fused
 
         return gated_norm_fused(x, gate, weight, eps)
+    if trains_on_cpu(x, gate, weight):
+        return NormRows.apply(_rows(x), _rows(gate), weight, eps).view(x.shape)
     return naive_gated_norm(x, gate, weight, eps)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])

@@ -109,6 +109,119 @@ def test_chunked_and_recurrent_equal_naive_with_gradients(length, bound):
             assert relative(got, expected) < 1e-11
 
 
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("sigmoid", [True, False])
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_gradients_of_every_option_equal_those_of_the_recurrence(norm, sigmoid, scale):
+    """Packed, with sequences of no, one and many tokens, and writes of strength 0."""
+    data = inputs(90)
+    if not norm:
+        data["k"] = torch.nn.functional.normalize(data["k"], dim=-1)
+    if not sigmoid:
+        data["beta"] = data["beta"].sigmoid()
+        data["beta"][:, ::7] = 0
+    edges = torch.tensor([0, 33, 33, 34, 90, 90])
+    start = torch.randn(5, HEADS, WIDTH, VALUE, dtype=torch.float64)
+    flags = dict(zip(FLAGS, (norm, True, sigmoid), strict=True))
+    results = []
+    for form in (naive_kda, chunk_kda):
+        leaves = {
+            k: v.clone().requires_grad_() for k, v in (data | {"initial_state": start}).items()
+        }
+        out, final = run(form, **leaves, **flags, scale=scale, cu_seqlens=edges)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        ((out * weight).sum() + (final * final).sum()).backward()
+        results.append([out, final, *(x.grad for x in leaves.values())])
+    for got, expected in zip(*reversed(results), strict=True):
+        assert relative(got, expected) < 1e-11
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("sigmoid", [True, False])
+def test_gradients_pass_gradcheck(norm, sigmoid):
+    flags = dict(zip(FLAGS, (norm, True, sigmoid), strict=True))
+    data = {k: v.requires_grad_() for k, v in inputs(18, batch=2).items()}
+    state = torch.randn(2, HEADS, WIDTH, VALUE, dtype=torch.float64, requires_grad=True)
+
+    def form(*values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        *rest, start = values
+        return run(chunk_kda, **dict(zip(data, rest, strict=True)), **flags, initial_state=start)
+
+    assert torch.autograd.gradcheck(form, (*data.values(), state), fast_mode=True)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "g", "beta", "A_log", "dt_bias"])
+def test_one_input_alone_has_the_gradient_it_has_among_all(wanted):
+    leaves = {k: v.requires_grad_() for k, v in inputs(20).items()}
+    run(chunk_kda, **leaves, **FLAGS)[0].square().sum().backward()
+    alone = {k: v.detach().requires_grad_(k == wanted) for k, v in leaves.items()}
+    run(chunk_kda, **alone, **FLAGS)[0].square().sum().backward()
+    assert all((x.grad is None) == (name != wanted) for name, x in alone.items())
+    torch.testing.assert_close(alone[wanted].grad, leaves[wanted].grad, atol=0, rtol=0)
+
+
+def test_the_final_state_alone_has_gradients():
+    results = []
+    for form in (naive_kda, chunk_kda):
+        leaves = {k: v.requires_grad_() for k, v in inputs(20).items()}
+        run(form, **leaves, **FLAGS)[1].square().sum().backward()
+        results.append([x.grad for name, x in leaves.items() if name != "q"])
+    for got, expected in zip(*reversed(results), strict=True):
+        assert relative(got, expected) < 1e-11
+
+
+def test_inputs_seen_through_strides_and_in_16_bits_have_their_gradients():
+    """As the layer gives them: q, k and v side by side, in bf16, the parameters in fp32."""
+    data = {k: v.bfloat16() for k, v in inputs(37).items()}
+    data |= {k: data[k].float() for k in ("A_log", "dt_bias")}
+    wide = {k: v.double().requires_grad_() for k, v in data.items()}
+    joined = torch.stack([data["q"], data["k"]], 2).requires_grad_()
+    q, k = joined.unbind(2)
+    leaves = {k: v.requires_grad_() for k, v in data.items() if k not in ("q", "k")}
+    out, _ = run(chunk_kda, q=q, k=k, **leaves, **FLAGS)
+    expected, _ = run(naive_kda, **wide, **FLAGS)
+    assert out.dtype == torch.bfloat16 and relative(out.double(), expected) < 4e-3
+    out.sum().backward()
+    expected.sum().backward()
+    assert joined.grad is not None
+    grads = {k: v.grad for k, v in leaves.items()} | dict(
+        zip("qk", joined.grad.unbind(2), strict=True)
+    )
+    for name, leaf in wide.items():
+        assert grads[name].dtype == data[name].dtype
+        assert relative(grads[name].double(), leaf.grad) < 4e-3, name
+
+
+def test_a_sequence_alone_is_itself_in_a_pack_to_the_bit():
+    lengths = [5, 150, 16, 70, 0, 151]
+    edges = [0, *itertools.accumulate(lengths)]
+    data = {k: v.float() for k, v in inputs(edges[-1]).items()}
+    shared = {k: data.pop(k) for k in ("A_log", "dt_bias")}
+    packed = {k: v.clone().requires_grad_() for k, v in data.items()}
+    out, final = run(chunk_kda, **packed, **shared, **FLAGS, cu_seqlens=torch.tensor(edges))
+    out.square().sum().backward()
+    for n, (a, b) in enumerate(itertools.pairwise(edges)):
+        piece = {k: v[:, a:b].clone().requires_grad_() for k, v in data.items()}
+        alone, end = run(chunk_kda, **piece, **shared, **FLAGS)
+        assert torch.equal(alone, out[:, a:b]) and torch.equal(end[0], final[n])
+        alone.square().sum().backward()
+        for name, x in piece.items():
+            whole = packed[name].grad
+            assert whole is not None and x.grad is not None
+            assert torch.equal(x.grad, whole[:, a:b]), name
+
+
+def test_what_is_not_finite_stays_in_its_sequence():
+    data = {k: v.float() for k, v in inputs(50).items()}
+    clean, _ = run(chunk_kda, **data, **FLAGS, cu_seqlens=torch.tensor([0, 19, 50]))
+    for name in ("q", "k", "v", "g", "beta"):
+        data[name][:, 18] = torch.nan
+    out, final = run(chunk_kda, **data, **FLAGS, cu_seqlens=torch.tensor([0, 19, 50]))
+    assert torch.equal(out[:, :16], clean[:, :16])  # the chunks before, and the next sequence
+    assert torch.equal(out[:, 19:], clean[:, 19:])
+    assert bool(final[0].isnan().all()) and bool(final[1].isfinite().all())
+
+
 def test_every_gate_at_the_bound_is_exact_and_finite():
     data = inputs(64, gate_shift=1e4)
     leaves = {k: v.float().requires_grad_() for k, v in data.items()}

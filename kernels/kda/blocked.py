@@ -1,0 +1,144 @@
+"""Chunked KDA on a CPU with a bounded gate: from raw inputs, in blocks, with its own gradient.
+
+With G the inclusive cumulative log decay inside a chunk of 16 tokens, S the state that enters it,
+    Kt = K e^G   Qt = s Q e^G   Kh = K e^(G_C - G)   L_ij = beta_i <Kt_i, K_j e^-G_j>  (i > j)
+    P_ij = <Qt_i, K_j e^-G_j>  (i >= j)              M = (I + L)^-1
+    U = M diag(beta) (V - Kt S)     O = Qt S + P U     S' = diag(e^G_C) S + Kh^T U
+(Kimi K3 report 2.1.2, the product with S not taken apart). Kt S, U and S' go chunk position by
+chunk position, everything else block by block. The bound -5 keeps e^-G below e^80, which fp32
+holds. The code applies s and the norm of q to the rows of O at last. `blocked_grad` is the backward
+pass; it has the inputs, S, U and -M diag(beta), and computes the rest again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..precision import widen
+from .blocked_grad import Kept, blocked_gradients
+from .blocks import Block, Factors, Inputs, Options, by_chunk, factors, give, strengths
+from .chunk import CHUNK
+
+
+def chunk_kda_blocked(
+    rows: tuple[Tensor, ...],
+    a_log: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[tokens, H, V]`` in v's dtype and final states ``[N, H, K, V]`` of raw inputs.
+
+    ``rows``: ``q, k [tokens, H, K]``, ``v [tokens, H, V]``, the logit of the decay ``[tokens, H,
+    K]``, ``beta [tokens, H]``.
+    """
+    inputs = (*rows, a_log, dt_bias, initial_state)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return _Blocked.apply(*inputs, options)
+    return _forward(Inputs.of(rows, a_log, dt_bias, options), initial_state, options, None)
+
+
+class _Blocked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *rows, a_log, dt_bias, initial, options = arguments
+        kept: list[Kept] = []
+        given = Inputs.of(tuple(rows), a_log, dt_bias, options)
+        out, final = _forward(given, initial, options, kept)
+        ctx.options = options
+        ctx.state_dtype = None if initial is None else initial.dtype
+        ctx.save_for_backward(*rows, a_log, dt_bias, *(x for block in kept for x in block))
+        ctx.set_materialize_grads(False)
+        return out, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        *rows, a_log, dt_bias = ctx.saved_tensors[:7]
+        given = Inputs.of(tuple(rows), a_log, dt_bias, ctx.options)
+        kept = [Kept(*ctx.saved_tensors[i : i + 4]) for i in range(7, len(ctx.saved_tensors), 4)]
+        wanted = ctx.needs_input_grad[:8]
+        *found, d_state = blocked_gradients(given, kept, *grads, ctx.options)
+        dtypes = (*(x.dtype for x in (*rows, a_log, dt_bias)), ctx.state_dtype)
+        return *(
+            x.to(dtype) if x is not None and want else None
+            for x, dtype, want in zip((*found, d_state), dtypes, wanted, strict=True)
+        ), None
+
+
+def _forward(
+    given: Inputs, initial: Tensor | None, options: Options, kept: list[Kept] | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs and final states; what the backward pass needs of each block goes to ``kept``."""
+    tokens, heads, value = given.v.shape
+    if initial is None:
+        width = given.q.shape[-1]
+        final = given.sums.new_zeros(len(options.bounds) - 1, heads, width, value)
+    else:
+        final = initial.to(given.sums.dtype, copy=True)
+    out = given.v.new_empty(tokens + 1, heads, value)
+    negative = -torch.eye(CHUNK, dtype=final.dtype)
+    for group in given.groups(options):
+        state = final.index_select(0, group.order).flatten(0, 1)
+        betas = strengths(given, group.rows, options)
+        for block in group.blocks:
+            f = factors(given, block.rows, None, options)
+            write = betas[block.span] * f.norms[:, :, 0].reshape(-1, CHUNK, 1)
+            pairs = torch.bmm(f.tiles, f.shrunk.mT)
+            lower = pairs[:, :CHUNK] * write  # on and above the diagonal nothing is read
+            solve = torch.linalg.solve_triangular(
+                lower, negative.expand_as(lower), upper=False, unitriangular=True
+            ).mul_(write.mT)
+            v = widen(given.v.index_select(0, block.rows.source))
+            x = lower.new_empty(len(lower), CHUNK, value)
+            torch.div(by_chunk(v), f.norms[:, :, 0], out=x.view(-1, heads, CHUNK, value))
+            states, u, state = _scan(f, solve, x, state, final, group.order, block)
+            o = torch.bmm(f.tiles[:, CHUNK:], states).baddbmm_(pairs[:, CHUNK:].tril(), u)
+            give(out, o, f.norms[:, :, 1] * options.scale, block.rows)
+            if kept is not None:
+                kept.append(Kept(f.norms, states, u, solve))
+    return out[:tokens], final
+
+
+def _scan(
+    f: Factors,
+    solve: Tensor,
+    x: Tensor,
+    state: Tensor,
+    final: Tensor,
+    order: Tensor,
+    block: Block,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """S and U of a block, and the state that leaves it; uses up ``x`` and K e^-G.
+
+    ``solve`` is -M diag(beta r), ``x`` V / r with the norms r of k; ``state`` enters the block (and
+    more rows). What leaves the last chunk of a sequence goes to ``final``.
+    """
+    heads, width, value = final.shape[1:]
+    counts = (*block.sizes, block.after)
+    sizes = [n * heads for n in block.sizes]
+    u = torch.empty_like(x)
+    states = x.new_empty(len(x), width, value)
+    places = states.split(sizes)
+    places[0].copy_(state[: sizes[0]])
+    k_out = f.shrunk.mul_(f.total)
+    tensors = (f.tiles[:, :CHUNK], x, solve, u, f.total.mT, k_out.mT)
+    parts = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
+    for i, (k_in, x_, solve_, u_, total, k_out_) in enumerate(parts):
+        torch.bmm(solve_, x_.baddbmm_(k_in, places[i], beta=-1), out=u_)
+        going, more = counts[i + 1] * heads, i + 1 < len(places)
+        onward = more and going == sizes[i]
+        state = places[i + 1] if onward else torch.empty_like(places[i])
+        torch.mul(places[i], total, out=state).baddbmm_(k_out_, u_)
+        if going < sizes[i]:
+            ends = state[going:].view(-1, heads, width, value)
+            final.index_copy_(0, order[counts[i + 1] : counts[i]], ends)
+            if more:
+                places[i + 1].copy_(state[:going])
+    return states, u, state
