@@ -71,7 +71,7 @@ def test_zero_shards_what_its_stage_says(stage: int, expected: LearnerSizes) -> 
     assert learner_sizes(1001, 4, 3).weights == 251 * 4  # a rank cannot hold part of a number
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("tiny", 256), ("small", 64)])
+@pytest.mark.parametrize(("name", "tokens"), [("tiny", 256), ("small", 512)])
 def test_activations_are_about_what_a_forward_keeps(name: str, tokens: int) -> None:
     config = preset(name, vocab_size=64)
     policy = Policy(config)
