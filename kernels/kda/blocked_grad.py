@@ -51,7 +51,7 @@ def blocked_gradients(
         d_out = wide.new_zeros(1, heads, value).expand(options.bounds[-1], -1, -1)
     source = Source.of(d_out, given.plan, given.indices)
     n = len(given.beta)
-    d_q, d_k, d_z = (wide.new_empty(n, CHUNK, width) for _ in range(3))
+    d_both, d_z = (wide.new_empty(n, rows, width) for rows in (2 * CHUNK, CHUNK))
     d_v, d_beta = (wide.new_empty(n, CHUNK, size) for size in (value, 1))
     slopes = wide.new_zeros(2, heads, CHUNK, width)  # of z, and of its logarithm with the bias
     left = iter(reversed(kept))
@@ -65,8 +65,7 @@ def blocked_gradients(
             back, state = _scan(f, saved, d_read, state, ends, block, options.scale)
             torch.div(back.both[:, :CHUNK], -f.norms[0], out=d_v[span])
             _d_beta(given, f, saved, back, block, d_beta[span], options.sigmoid)
-            d_both, d_gate = _inside(f, saved, back, given.sums, options.norm)
-            d_k[span], d_q[span] = d_both[:, :CHUNK], d_both[:, CHUNK:]
+            d_gate = _inside(f, saved, back, given.sums, d_both[span], options.norm)
             found = torch.mul(by_head(d_gate, given), given.rate, out=by_head(d_z[span], given))
             slopes[0] += found.sum(0)
             slopes[1] += by_head(f.z, given).mul_(found).sum(0)
@@ -74,13 +73,23 @@ def blocked_gradients(
     if options.sigmoid:  # a beta that rounds to 0 has no gradient
         beta = given.beta
         d_beta.mul_(beta - 1).div_(beta.clamp(min=torch.finfo(beta.dtype).tiny))
-    rows = (
-        x.view(-1, x.shape[-1]).index_select(0, given.plan.place).view(-1, heads, x.shape[-1])
-        for x in (d_q, d_k, d_v, d_z, d_beta)
-    )
+    place = given.plan.place
+    k_place = place + place // CHUNK * CHUNK  # among rows of k and q in turn
+
+    def rows(x: Tensor, index: Tensor) -> Tensor:
+        return x.view(-1, x.shape[-1]).index_select(0, index).view(-1, heads, x.shape[-1])
+
     d_bias, d_rate = slopes.sum(2)
-    *most, last = rows
-    return *most, last[..., 0], d_rate.sum(1), d_bias.flatten(), d_state
+    return (
+        rows(d_both, k_place + CHUNK),
+        rows(d_both, k_place),
+        rows(d_v, place),
+        rows(d_z, place),
+        rows(d_beta, place)[..., 0],
+        d_rate.sum(1),
+        d_bias.flatten(),
+        d_state,
+    )
 
 
 class _Back(NamedTuple):
@@ -101,17 +110,17 @@ def _scan(
     block: Block,
     scale: float,
 ) -> tuple[_Back, Tensor]:
-    """The block backwards, and the gradient of the state that enters it; uses up ``d_read``.
+    """The block backwards, and the gradient of the state that enters it.
 
     ``state`` is the gradient of the states that enter the next block, ``ends`` of final states.
     """
     heads, value = len(d_read) // sum(block.sizes), d_read.shape[-1]
     sizes = [n * heads for n in block.sizes]
-    clear(d_read.mul_(f.norms[1] * scale), block)
+    clear(d_read, block)
     both = d_read.new_empty(len(d_read), 2 * CHUNK, value)
-    both[:, CHUNK:] = d_read
+    torch.mul(d_read, f.norms[1] * scale, out=both[:, CHUNK:])
     reads = torch.bmm(f.tiles[:, CHUNK:], f.shrunk.mT).tril_()
-    d_u = torch.bmm(reads.mT, d_read)
+    d_u = torch.bmm(reads.mT, both[:, CHUNK:])
     d_leaving = torch.empty_like(kept.state)
     places = d_leaving.split(sizes)
     places[-1][: len(state)].copy_(state)
@@ -131,13 +140,15 @@ def _scan(
     return _Back(both, d_u, reads, d_leaving), state
 
 
-def _inside(f: Factors, kept: Kept, back: _Back, sums: Tensor, norm: bool) -> tuple[Tensor, Tensor]:
-    """Gradients of k and q ``[n, 2 CHUNK, K]``, and of the logit of the gate over its rate."""
+def _inside(
+    f: Factors, kept: Kept, back: _Back, sums: Tensor, d_both: Tensor, norm: bool
+) -> Tensor:
+    """Gradients of k and q into ``d_both [n, 2 CHUNK, K]``; of the gate's logit over its rate."""
     n, width = len(f.gate), f.gate.shape[-1]
     pairs = torch.bmm(back.both, kept.u.mT)  # dL', then dP
     own = pairs[:, CHUNK:].diagonal(dim1=1, dim2=2)[..., None].clone()
     pairs.view(n, 2, CHUNK, CHUNK).tril_(-1)
-    d_both = torch.bmm(back.both, kept.state.mT).baddbmm_(pairs, f.shrunk)
+    torch.bmm(back.both, kept.state.mT, out=d_both).baddbmm_(pairs, f.shrunk)
     d_shrunk = torch.bmm(kept.u, back.d_leaving.mT).mul_(f.total)
     d_total = torch.mul(kept.state, back.d_leaving).sum(2).mul_(f.total[:, 0])
     d_total += torch.mul(f.shrunk, d_shrunk).sum(1)
@@ -158,7 +169,7 @@ def _inside(f: Factors, kept: Kept, back: _Back, sums: Tensor, norm: bool) -> tu
         same = back.reads.diagonal(dim1=1, dim2=2)[:, None, :, None]
         along.addcmul_(own[:, None], same).mul_(f.norms.square().transpose(0, 1))
         by_kind.addcmul_(f.both.transpose(0, 1), along, value=-1)
-    return d_both, d_gate
+    return d_gate
 
 
 def _d_beta(

@@ -43,9 +43,9 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Of each row ``[rows]`` its ``token`` and ``head``; of each token and head ``[tokens * H]`` its
-    row, ``place``. An empty row has the last token of its sequence: it holds nothing of another.
-    """
+    """Of each row ``[rows]`` its ``token`` and ``head``; of each token and head ``[tokens * H]``
+    its row, ``place``. An empty row has the last token of its sequence, so that it holds nothing
+    of another one."""
 
     groups: tuple[Group, ...]
     token: Tensor
@@ -114,7 +114,7 @@ class Options(NamedTuple):
 
 
 class Source(NamedTuple):
-    """An input ``[tokens, H, .]``: rows of its memory, and which of them each row of the plan is."""
+    """An input ``[tokens, H, .]``: rows of its memory, and which of them the rows of a plan are."""
 
     rows: Tensor
     index: Tensor
@@ -133,11 +133,14 @@ class Source(NamedTuple):
         count = (tokens - 1) * steps[0] + (heads - 1) * steps[1] + 1
         return Source(x.as_strided((count, size), (size, 1)), known[steps])
 
-    def take(self, block: Block) -> Tensor:
-        """The rows of a block, ``[n, CHUNK, .]`` in fp32 or wider."""
+    def take(self, block: Block, out: Tensor | None = None) -> Tensor:
+        """The rows of a block, ``[n, CHUNK, .]`` in fp32 or wider, in ``out`` if it is given."""
         index = self.index[block.span.start * CHUNK : block.span.stop * CHUNK]
-        rows = widen(self.rows.index_select(0, index))
-        return rows.view(-1, CHUNK, rows.shape[1])
+        if out is not None and out.dtype == self.rows.dtype:
+            torch.index_select(self.rows, 0, index, out=out.view(len(index), -1))
+            return out
+        rows = widen(self.rows.index_select(0, index)).view(-1, CHUNK, self.rows.shape[1])
+        return rows if out is None else out.copy_(rows)
 
 
 class Inputs(NamedTuple):
@@ -194,8 +197,10 @@ class Factors(NamedTuple):
 
 
 def factors(given: Inputs, block: Block, norms: Tensor | None, options: Options) -> Factors:
-    both = torch.stack([given.k.take(block), given.q.take(block)])
-    _, n, _, width = both.shape
+    n, width = block.span.stop - block.span.start, given.q.rows.shape[1]
+    both = given.sums.new_empty(2, n, CHUNK, width)
+    for x, place in zip((given.k, given.q), both, strict=True):
+        x.take(block, place)
     if norms is None and options.norm:
         norms = torch.linalg.vector_norm(both, dim=-1, keepdim=True).square_().add_(1e-6).rsqrt_()
     elif norms is None:
