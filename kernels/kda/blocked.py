@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..precision import as_given
 from .blocked_grad import Kept, blocked_gradients
 from .blocks import Block, Factors, Inputs, Options, factors
 from .chunk import CHUNK
@@ -32,14 +33,17 @@ def chunk_kda_blocked(
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[tokens, H, V]`` in v's dtype and final states ``[N, H, K, V]`` of raw inputs.
 
+    Autocast rounds nothing. There is no second derivative.
+
     ``rows``: ``q, k [tokens, H, K]``, ``v [tokens, H, V]``, the logit of the decay ``[tokens, H,
     K]``, ``beta [tokens, H]``.
     """
     inputs = (*rows, a_log, dt_bias, initial_state)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return _Blocked.apply(*inputs, options)
-    given = Inputs.of(rows, a_log, dt_bias, options)
-    return _forward(given, rows[2], initial_state, options, None)
+    with as_given(rows[2]):
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+            return _Blocked.apply(*inputs, options)
+        given = Inputs.of(rows, a_log, dt_bias, options)
+        return _forward(given, rows[2], initial_state, options, None)
 
 
 class _Blocked(torch.autograd.Function):
@@ -64,11 +68,12 @@ class _Blocked(torch.autograd.Function):
         given = Inputs.of(tuple(rows), a_log, dt_bias, ctx.options)
         kept = [Kept(*ctx.saved_tensors[i : i + 4]) for i in range(7, len(ctx.saved_tensors), 4)]
         wanted = ctx.needs_input_grad[:8]
-        *found, d_state = blocked_gradients(given, kept, *grads, ctx.options)
+        with as_given(rows[2]):
+            found = blocked_gradients(given, kept, grads, wanted, ctx.options)
         dtypes = (*(x.dtype for x in (*rows, a_log, dt_bias)), ctx.state_dtype)
         return *(
             x.to(dtype) if x is not None and want else None
-            for x, dtype, want in zip((*found, d_state), dtypes, wanted, strict=True)
+            for x, dtype, want in zip(found, dtypes, wanted, strict=True)
         ), None
 
 

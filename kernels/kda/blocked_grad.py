@@ -37,12 +37,13 @@ class Kept(NamedTuple):
 def blocked_gradients(
     given: Inputs,
     kept: Sequence[Kept],
-    d_out: Tensor | None,
-    d_final: Tensor | None,
+    grads: tuple[Tensor | None, ...],
+    wanted: Sequence[bool],
     options: Options,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of ``q, k, v, z, beta, A_log, dt_bias`` and of the initial state; the last three in
-    the wide dtype. What is not ``wanted`` may be None or hold anything."""
+    """Gradients of ``q, k, v, z, beta, A_log, dt_bias`` and of the initial state, in fp32 or wider,
+    from those of the outputs and final states; None for a row that is not ``wanted``."""
+    d_out, d_final = grads
     width, value = given.q.rows.shape[1], given.v.rows.shape[1]
     heads, wide = len(given.rate), given.sums
     shape = (len(options.bounds) - 1, heads, width, value)
@@ -64,8 +65,12 @@ def blocked_gradients(
             d_read = source.take(block)
             back, state = _scan(f, saved, d_read, state, ends, block, options.scale)
             torch.div(back.both[:, :CHUNK], -f.norms[0], out=d_v[span])
-            _d_beta(given, f, saved, back, block, d_beta[span], options.sigmoid)
-            d_gate = _inside(f, saved, back, given.sums, d_both[span], options.norm)
+            pairs = torch.bmm(back.both, saved.u.mT)  # dL', then dP
+            if options.sigmoid:
+                torch.div(_diagonal(pairs[:, :CHUNK]), f.norms[0], out=d_beta[span])
+            else:
+                d_beta[span] = _d_beta(f, saved, back, given.v.take(block))
+            d_gate = _inside(f, saved, back, pairs, given.sums, d_both[span], options.norm)
             found = torch.mul(by_head(d_gate, given), given.rate, out=by_head(d_z[span], given))
             slopes[0] += found.sum(0)
             slopes[1] += by_head(f.z, given).mul_(found).sum(0)
@@ -76,20 +81,14 @@ def blocked_gradients(
     place = given.plan.place
     k_place = place + place // CHUNK * CHUNK  # among rows of k and q in turn
 
-    def rows(x: Tensor, index: Tensor) -> Tensor:
-        return x.view(-1, x.shape[-1]).index_select(0, index).view(-1, heads, x.shape[-1])
-
+    sources = ((d_both, k_place + CHUNK), (d_both, k_place), (d_v, place), (d_z, place))
+    found = [
+        x.view(-1, x.shape[-1]).index_select(0, at).view(-1, heads, x.shape[-1]) if want else None
+        for (x, at), want in zip(sources, wanted, strict=False)
+    ]
     d_bias, d_rate = slopes.sum(2)
-    return (
-        rows(d_both, k_place + CHUNK),
-        rows(d_both, k_place),
-        rows(d_v, place),
-        rows(d_z, place),
-        rows(d_beta, place)[..., 0],
-        d_rate.sum(1),
-        d_bias.flatten(),
-        d_state,
-    )
+    d_strength = d_beta.flatten()[place].view(-1, heads)
+    return *found, d_strength, d_rate.sum(1), d_bias.flatten(), d_state
 
 
 class _Back(NamedTuple):
@@ -140,13 +139,26 @@ def _scan(
     return _Back(both, d_u, reads, d_leaving), state
 
 
+def _diagonal(x: Tensor) -> Tensor:
+    """``[n, CHUNK, CHUNK]`` -> ``[n, CHUNK, 1]``, a view."""
+    return x.diagonal(dim1=1, dim2=2)[..., None]
+
+
 def _inside(
-    f: Factors, kept: Kept, back: _Back, sums: Tensor, d_both: Tensor, norm: bool
+    f: Factors,
+    kept: Kept,
+    back: _Back,
+    pairs: Tensor,
+    sums: Tensor,
+    d_both: Tensor,
+    norm: bool,
 ) -> Tensor:
-    """Gradients of k and q into ``d_both [n, 2 CHUNK, K]``; of the gate's logit over its rate."""
+    """Gradients of k and q into ``d_both [n, 2 CHUNK, K]``; of the gate's logit over its rate.
+
+    ``pairs`` is dL' and dP, whole; it is used up.
+    """
     n, width = len(f.gate), f.gate.shape[-1]
-    pairs = torch.bmm(back.both, kept.u.mT)  # dL', then dP
-    own = pairs[:, CHUNK:].diagonal(dim1=1, dim2=2)[..., None].clone()
+    own = _diagonal(pairs[:, CHUNK:]).clone()
     pairs.view(n, 2, CHUNK, CHUNK).tril_(-1)
     torch.bmm(back.both, kept.state.mT, out=d_both).baddbmm_(pairs, f.shrunk)
     d_shrunk = torch.bmm(kept.u, back.d_leaving.mT).mul_(f.total)
@@ -166,28 +178,16 @@ def _inside(
     if norm:
         along = slope.sum(2).view(n, 2, CHUNK, 1)
         along[:, 0] += shrinking.sum(2, keepdim=True)
-        same = back.reads.diagonal(dim1=1, dim2=2)[:, None, :, None]
-        along.addcmul_(own[:, None], same).mul_(f.norms.square().transpose(0, 1))
+        same = _diagonal(back.reads)
+        along.addcmul_(own[:, None], same[:, None]).mul_(f.norms.square().transpose(0, 1))
         by_kind.addcmul_(f.both.transpose(0, 1), along, value=-1)
     return d_gate
 
 
-def _d_beta(
-    given: Inputs,
-    f: Factors,
-    kept: Kept,
-    back: _Back,
-    block: Block,
-    out: Tensor,
-    sigmoid: bool,
-) -> None:
-    """Into ``out [n, CHUNK, 1]``; behind a sigmoid over (1 - beta) / beta."""
-    d_v = back.both[:, :CHUNK]  # of -V r
-    if sigmoid:
-        torch.sum(d_v * kept.u, 2, keepdim=True, out=out).div_(f.norms[0])
-        return
+def _d_beta(f: Factors, kept: Kept, back: _Back, v: Tensor) -> Tensor:
+    """<Z, R>, ``[n, CHUNK, 1]``: where beta may be 0, it cannot be had from dV and U."""
     keys = f.tiles[:, :CHUNK]
     lower = torch.bmm(keys, f.shrunk.mT).tril_(-1)
-    z = torch.baddbmm(back.d_u, lower.mT, d_v)
+    z = torch.baddbmm(back.d_u, lower.mT, back.both[:, :CHUNK])
     read = torch.bmm(keys, kept.state).baddbmm_(lower, kept.u).mul_(f.norms[0])
-    torch.sum(z * (given.v.take(block) - read), 2, keepdim=True, out=out)
+    return (z * (v - read)).sum(2, keepdim=True)

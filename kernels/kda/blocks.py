@@ -117,7 +117,7 @@ class Source(NamedTuple):
     """An input ``[tokens, H, .]``: rows of its memory, and which of them the rows of a plan are."""
 
     rows: Tensor
-    index: Tensor
+    at: Tensor
 
     @staticmethod
     def of(x: Tensor, plan: Plan, known: dict[tuple[int, int], Tensor]) -> Source:
@@ -130,12 +130,12 @@ class Source(NamedTuple):
         steps = (step // size, jump // size)
         if steps not in known:
             known[steps] = plan.token * steps[0] + plan.head * steps[1]
-        count = (tokens - 1) * steps[0] + (heads - 1) * steps[1] + 1
+        count = (tokens - 1) * steps[0] + (heads - 1) * steps[1] + 1 if tokens else 0
         return Source(x.as_strided((count, size), (size, 1)), known[steps])
 
     def take(self, block: Block, out: Tensor | None = None) -> Tensor:
         """The rows of a block, ``[n, CHUNK, .]`` in fp32 or wider, in ``out`` if it is given."""
-        index = self.index[block.span.start * CHUNK : block.span.stop * CHUNK]
+        index = self.at[block.span.start * CHUNK : block.span.stop * CHUNK]
         if out is not None and out.dtype == self.rows.dtype:
             torch.index_select(self.rows, 0, index, out=out.view(len(index), -1))
             return out
@@ -172,9 +172,13 @@ class Inputs(NamedTuple):
         for group in layout.groups:
             for block in group.blocks:
                 clear(strength[block.span], block)  # an empty row does not write
+        at_q, at_k, at_v, at_z = (Source.of(x, layout, indices) for x in (q, k, v, z))
         return Inputs(
             layout,
-            *(Source.of(x, layout, indices) for x in (q, k, v, z)),
+            at_q,
+            at_k,
+            at_v,
+            at_z,
             strength,
             a_log.to(dtype).exp().view(heads, 1, 1),
             dt_bias.to(dtype).view(heads, 1, width),
@@ -201,10 +205,11 @@ def factors(given: Inputs, block: Block, norms: Tensor | None, options: Options)
     both = given.sums.new_empty(2, n, CHUNK, width)
     for x, place in zip((given.k, given.q), both, strict=True):
         x.take(block, place)
-    if norms is None and options.norm:
-        norms = torch.linalg.vector_norm(both, dim=-1, keepdim=True).square_().add_(1e-6).rsqrt_()
-    elif norms is None:
+    if norms is None:
         norms = both.new_ones(2, n, CHUNK, 1)
+        if options.norm:
+            torch.linalg.vector_norm(both, dim=-1, keepdim=True, out=norms)
+            norms.square_().add_(1e-6).rsqrt_()
     z = given.z.take(block)
     by_head(z, given).add_(given.bias)
     gate = (by_head(z, given) * given.rate).sigmoid_().view(z.shape)
