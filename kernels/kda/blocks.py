@@ -21,7 +21,7 @@ from torch import Tensor
 from ..precision import widen
 from .chunk import CHUNK
 
-BLOCK = 1 << 16  # elements of one tensor: fewer cost more calls than they save misses (2 MB cache)
+BLOCK = 3 << 15  # elements of one tensor: fewer cost more calls than they save misses (2 MB cache)
 
 
 class Block(NamedTuple):
@@ -166,7 +166,8 @@ class Inputs(NamedTuple):
         layout = plan(options.bounds, heads, max(width, v.shape[-1]))
         indices: dict[tuple[int, int], Tensor] = {}
         dtype = widen(q[:0]).dtype
-        strength = widen(beta[layout.token, layout.head]).view(-1, CHUNK, 1)
+        writes = Source.of(beta[..., None], layout, indices)
+        strength = widen(writes.rows.index_select(0, writes.at)).view(-1, CHUNK, 1)
         if options.sigmoid:
             strength.sigmoid_()
         for group in layout.groups:
