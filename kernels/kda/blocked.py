@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..precision import widen
+from ..precision import as_given
 from .blocked_grad import Kept, blocked_gradients
-from .blocks import Block, Factors, Inputs, Options, by_chunk, factors, give, strengths
+from .blocks import Block, Factors, Inputs, Options, factors
 from .chunk import CHUNK
 
 
@@ -33,13 +33,17 @@ def chunk_kda_blocked(
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[tokens, H, V]`` in v's dtype and final states ``[N, H, K, V]`` of raw inputs.
 
+    Autocast rounds nothing. There is no second derivative.
+
     ``rows``: ``q, k [tokens, H, K]``, ``v [tokens, H, V]``, the logit of the decay ``[tokens, H,
     K]``, ``beta [tokens, H]``.
     """
     inputs = (*rows, a_log, dt_bias, initial_state)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return _Blocked.apply(*inputs, options)
-    return _forward(Inputs.of(rows, a_log, dt_bias, options), initial_state, options, None)
+    with as_given(rows[2]):
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+            return _Blocked.apply(*inputs, options)
+        given = Inputs.of(rows, a_log, dt_bias, options)
+        return _forward(given, rows[2], initial_state, options, None)
 
 
 class _Blocked(torch.autograd.Function):
@@ -48,7 +52,7 @@ class _Blocked(torch.autograd.Function):
         *rows, a_log, dt_bias, initial, options = arguments
         kept: list[Kept] = []
         given = Inputs.of(tuple(rows), a_log, dt_bias, options)
-        out, final = _forward(given, initial, options, kept)
+        out, final = _forward(given, rows[2], initial, options, kept)
         ctx.options = options
         ctx.state_dtype = None if initial is None else initial.dtype
         ctx.save_for_backward(*rows, a_log, dt_bias, *(x for block in kept for x in block))
@@ -64,46 +68,50 @@ class _Blocked(torch.autograd.Function):
         given = Inputs.of(tuple(rows), a_log, dt_bias, ctx.options)
         kept = [Kept(*ctx.saved_tensors[i : i + 4]) for i in range(7, len(ctx.saved_tensors), 4)]
         wanted = ctx.needs_input_grad[:8]
-        *found, d_state = blocked_gradients(given, kept, *grads, ctx.options)
+        with as_given(rows[2]):
+            found = blocked_gradients(given, kept, grads, wanted, ctx.options)
         dtypes = (*(x.dtype for x in (*rows, a_log, dt_bias)), ctx.state_dtype)
         return *(
             x.to(dtype) if x is not None and want else None
-            for x, dtype, want in zip((*found, d_state), dtypes, wanted, strict=True)
+            for x, dtype, want in zip(found, dtypes, wanted, strict=True)
         ), None
 
 
 def _forward(
-    given: Inputs, initial: Tensor | None, options: Options, kept: list[Kept] | None
+    given: Inputs,
+    v: Tensor,
+    initial: Tensor | None,
+    options: Options,
+    kept: list[Kept] | None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and final states; what the backward pass needs of each block goes to ``kept``."""
-    tokens, heads, value = given.v.shape
+    _, heads, value = v.shape
     if initial is None:
-        width = given.q.shape[-1]
-        final = given.sums.new_zeros(len(options.bounds) - 1, heads, width, value)
+        count, width = len(options.bounds) - 1, given.q.rows.shape[1]
+        final = given.sums.new_zeros(count, heads, width, value)
     else:
         final = initial.to(given.sums.dtype, copy=True)
-    out = given.v.new_empty(tokens + 1, heads, value)
+    out = final.new_empty(len(given.beta), CHUNK, value)
     negative = -torch.eye(CHUNK, dtype=final.dtype)
-    for group in given.groups(options):
+    for group in given.plan.groups:
         state = final.index_select(0, group.order).flatten(0, 1)
-        betas = strengths(given, group.rows, options)
         for block in group.blocks:
-            f = factors(given, block.rows, None, options)
-            write = betas[block.span] * f.norms[:, :, 0].reshape(-1, CHUNK, 1)
+            f = factors(given, block, None, options)
+            k_norm, q_norm = f.norms
+            write = given.beta[block.span] * k_norm
             pairs = torch.bmm(f.tiles, f.shrunk.mT)
             lower = pairs[:, :CHUNK] * write  # on and above the diagonal nothing is read
             solve = torch.linalg.solve_triangular(
                 lower, negative.expand_as(lower), upper=False, unitriangular=True
             ).mul_(write.mT)
-            v = widen(given.v.index_select(0, block.rows.source))
-            x = lower.new_empty(len(lower), CHUNK, value)
-            torch.div(by_chunk(v), f.norms[:, :, 0], out=x.view(-1, heads, CHUNK, value))
+            x = given.v.take(block).div_(k_norm)
             states, u, state = _scan(f, solve, x, state, final, group.order, block)
             o = torch.bmm(f.tiles[:, CHUNK:], states).baddbmm_(pairs[:, CHUNK:].tril(), u)
-            give(out, o, f.norms[:, :, 1] * options.scale, block.rows)
+            torch.mul(o, q_norm * options.scale, out=out[block.span])
             if kept is not None:
                 kept.append(Kept(f.norms, states, u, solve))
-    return out[:tokens], final
+    out = out.view(-1, value).index_select(0, given.plan.place)
+    return out.view(v.shape).to(v.dtype), final
 
 
 def _scan(

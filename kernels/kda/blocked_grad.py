@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..precision import widen
-from .blocks import Block, Factors, Inputs, Options, by_chunk, factors, give, strengths
+from .blocks import Block, Factors, Inputs, Options, Source, by_head, clear, factors
 from .chunk import CHUNK
 
 
@@ -38,46 +37,58 @@ class Kept(NamedTuple):
 def blocked_gradients(
     given: Inputs,
     kept: Sequence[Kept],
-    d_out: Tensor | None,
-    d_final: Tensor | None,
+    grads: tuple[Tensor | None, ...],
+    wanted: Sequence[bool],
     options: Options,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of ``q, k, v, z, beta, A_log, dt_bias`` and of the initial state; the last three in
-    the wide dtype. What is not ``wanted`` may be None or hold anything."""
-    tokens, heads, value = given.v.shape
-    width = given.q.shape[-1]
-    rows = (*given[:4], given.beta[..., None])
-    targets = [x.new_empty(tokens + 1, *x.shape[1:]) for x in rows]
-    if d_out is None:
-        d_out = torch.zeros_like(given.v)
-    wide = given.sums
+    """Gradients of ``q, k, v, z, beta, A_log, dt_bias`` and of the initial state, in fp32 or wider,
+    from those of the outputs and final states; None for a row that is not ``wanted``."""
+    d_out, d_final = grads
+    width, value = given.q.rows.shape[1], given.v.rows.shape[1]
+    heads, wide = len(given.rate), given.sums
     shape = (len(options.bounds) - 1, heads, width, value)
     d_state = wide.new_zeros(shape) if d_final is None else d_final.to(wide.dtype, copy=True)
-    slopes = wide.new_zeros(2, heads, width)  # of z, and of its logarithm with the bias
+    if d_out is None:
+        d_out = wide.new_zeros(1, heads, value).expand(options.bounds[-1], -1, -1)
+    source = Source.of(d_out, given.plan, given.indices)
+    n = len(given.beta)
+    d_both, d_z = (wide.new_empty(n, rows, width) for rows in (2 * CHUNK, CHUNK))
+    d_v, d_beta = (wide.new_empty(n, CHUNK, size) for size in (value, 1))
+    slopes = wide.new_zeros(2, heads, CHUNK, width)  # of z, and of its logarithm with the bias
     left = iter(reversed(kept))
-    for group in reversed(given.groups(options)):
-        betas = strengths(given, group.rows, options)
-        d_betas = torch.empty_like(betas)
+    for group in reversed(given.plan.groups):
         ends = d_state.index_select(0, group.order).flatten(0, 1)
         state = ends[:0]
         for block in reversed(group.blocks):
-            saved = next(left)
-            f = factors(given, block.rows, saved.norms, options)
-            back, state = _scan(f, saved, d_out, state, ends, block, options.scale)
-            give(targets[2], back.both[:, :CHUNK], -1 / f.norms[:, :, 0], block.rows)
-            _d_beta(given, f, saved, back, block, d_betas[block.span], options.sigmoid)
-            d_both, d_gate = _inside(f, saved, back, given.sums, options.norm)
-            give(targets[1], d_both[:, :CHUNK], 1.0, block.rows)
-            give(targets[0], d_both[:, CHUNK:], 1.0, block.rows)
-            d_z = give(targets[3], d_gate, given.rate, block.rows)
-            slopes[0] += d_z.sum(0)
-            slopes[1] += f.z.mul_(d_z).sum(0)
-        if options.sigmoid:  # a beta that rounds to 0 has no gradient
-            d_betas.mul_(betas - 1).div_(betas.clamp(min=torch.finfo(betas.dtype).tiny))
-        give(targets[4], d_betas, 1.0, group.rows)
+            span, saved = block.span, next(left)
+            f = factors(given, block, saved.norms, options)
+            d_read = source.take(block)
+            back, state = _scan(f, saved, d_read, state, ends, block, options.scale)
+            torch.div(back.both[:, :CHUNK], -f.norms[0], out=d_v[span])
+            pairs = torch.bmm(back.both, saved.u.mT)  # dL', then dP
+            if options.sigmoid:
+                torch.div(_diagonal(pairs[:, :CHUNK]), f.norms[0], out=d_beta[span])
+            else:
+                d_beta[span] = _d_beta(f, saved, back, given.v.take(block))
+            d_gate = _inside(f, saved, back, pairs, given.sums, d_both[span], options.norm)
+            found = torch.mul(by_head(d_gate, given), given.rate, out=by_head(d_z[span], given))
+            slopes[0] += found.sum(0)
+            slopes[1] += by_head(f.z, given).mul_(found).sum(0)
         d_state.index_copy_(0, group.order[: len(state) // heads], state.view(-1, *shape[1:]))
-    d_q, d_k, d_v, d_z, d_beta = (x[:tokens] for x in targets)
-    return d_q, d_k, d_v, d_z, d_beta[..., 0], slopes[1].sum(1), slopes[0].flatten(), d_state
+    if options.sigmoid:  # a beta that rounds to 0 has no gradient
+        beta = given.beta
+        d_beta.mul_(beta - 1).div_(beta.clamp(min=torch.finfo(beta.dtype).tiny))
+    place = given.plan.place
+    k_place = place + place // CHUNK * CHUNK  # among rows of k and q in turn
+
+    sources = ((d_both, k_place + CHUNK), (d_both, k_place), (d_v, place), (d_z, place))
+    found = [
+        x.view(-1, x.shape[-1]).index_select(0, at).view(-1, heads, x.shape[-1]) if want else None
+        for (x, at), want in zip(sources, wanted, strict=False)
+    ]
+    d_bias, d_rate = slopes.sum(2)
+    d_strength = d_beta.flatten()[place].view(-1, heads)
+    return *found, d_strength, d_rate.sum(1), d_bias.flatten(), d_state
 
 
 class _Back(NamedTuple):
@@ -92,7 +103,7 @@ class _Back(NamedTuple):
 def _scan(
     f: Factors,
     kept: Kept,
-    d_out: Tensor,
+    d_read: Tensor,
     state: Tensor,
     ends: Tensor,
     block: Block,
@@ -102,15 +113,11 @@ def _scan(
 
     ``state`` is the gradient of the states that enter the next block, ``ends`` of final states.
     """
-    heads, value = d_out.shape[1:]
+    heads, value = len(d_read) // sum(block.sizes), d_read.shape[-1]
     sizes = [n * heads for n in block.sizes]
-    both = f.shrunk.new_empty(len(f.shrunk), 2 * CHUNK, value)
-    d_read = by_chunk(widen(d_out.index_select(0, block.rows.source)))
-    place = both.view(-1, heads, 2 * CHUNK, value)[:, :, CHUNK:]
-    torch.mul(d_read, f.norms[:, :, 1] * scale, out=place)
-    empty = block.rows.empty
-    if empty is not None:  # rows of CHUNK to those of the lower half of 2 CHUNK
-        both.view(-1, value).index_fill_(0, empty + (empty // CHUNK + 1) * CHUNK, 0)
+    clear(d_read, block)
+    both = d_read.new_empty(len(d_read), 2 * CHUNK, value)
+    torch.mul(d_read, f.norms[1] * scale, out=both[:, CHUNK:])
     reads = torch.bmm(f.tiles[:, CHUNK:], f.shrunk.mT).tril_()
     d_u = torch.bmm(reads.mT, both[:, CHUNK:])
     d_leaving = torch.empty_like(kept.state)
@@ -132,13 +139,28 @@ def _scan(
     return _Back(both, d_u, reads, d_leaving), state
 
 
-def _inside(f: Factors, kept: Kept, back: _Back, sums: Tensor, norm: bool) -> tuple[Tensor, Tensor]:
-    """Gradients of k and q ``[n, 2 CHUNK, K]``, and of the logit of the gate over its rate."""
+def _diagonal(x: Tensor) -> Tensor:
+    """``[n, CHUNK, CHUNK]`` -> ``[n, CHUNK, 1]``, a view."""
+    return x.diagonal(dim1=1, dim2=2)[..., None]
+
+
+def _inside(
+    f: Factors,
+    kept: Kept,
+    back: _Back,
+    pairs: Tensor,
+    sums: Tensor,
+    d_both: Tensor,
+    norm: bool,
+) -> Tensor:
+    """Gradients of k and q into ``d_both [n, 2 CHUNK, K]``; of the gate's logit over its rate.
+
+    ``pairs`` is dL' and dP, whole; it is used up.
+    """
     n, width = len(f.gate), f.gate.shape[-1]
-    pairs = torch.bmm(back.both, kept.u.mT)  # dL', then dP
-    own = pairs[:, CHUNK:].diagonal(dim1=1, dim2=2).clone()
+    own = _diagonal(pairs[:, CHUNK:]).clone()
     pairs.view(n, 2, CHUNK, CHUNK).tril_(-1)
-    d_both = torch.bmm(back.both, kept.state.mT).baddbmm_(pairs, f.shrunk)
+    torch.bmm(back.both, kept.state.mT, out=d_both).baddbmm_(pairs, f.shrunk)
     d_shrunk = torch.bmm(kept.u, back.d_leaving.mT).mul_(f.total)
     d_total = torch.mul(kept.state, back.d_leaving).sum(2).mul_(f.total[:, 0])
     d_total += torch.mul(f.shrunk, d_shrunk).sum(1)
@@ -148,41 +170,24 @@ def _inside(f: Factors, kept: Kept, back: _Back, sums: Tensor, norm: bool) -> tu
     d_decay[:, -1] += d_total
     d_gate = torch.bmm(sums.mT.expand(n, -1, -1), d_decay)
     d_gate = torch.ops.aten.sigmoid_backward(d_gate, f.gate)
-    d_both.view(n, 2, CHUNK, width).mul_(f.grown[:, None])
-    k_norm = f.norms[:, :, 0].reshape(n, CHUNK, 1)
-    d_both[:, :CHUNK].addcdiv_(d_shrunk.mul_(k_norm), f.grown)
-    by_head = d_both.view(*f.both.shape)
-    cross = own.view(k_norm.shape).mul(k_norm).view(*f.both.shape[:2], CHUNK, 1)
-    by_head[:, :, 0].addcmul_(f.both[:, :, 1], cross)
-    by_head[:, :, 1].addcmul_(f.both[:, :, 0], cross)
+    by_kind = d_both.view(n, 2, CHUNK, width).mul_(f.grown[:, None])
+    by_kind[:, 0].addcdiv_(d_shrunk.mul_(f.norms[0]), f.grown)
+    cross = own * f.norms[0]
+    by_kind[:, 0].addcmul_(f.both[1], cross)
+    by_kind[:, 1].addcmul_(f.both[0], cross)
     if norm:
-        along = slope.sum(2)
-        along[:, :CHUNK] += shrinking.sum(2)
-        along = along.view(n, 2, CHUNK)
-        along += own.mul_(back.reads.diagonal(dim1=1, dim2=2))[:, None]
-        along = along.view(f.norms.shape).mul(f.norms.square())
-        by_head.addcmul_(f.both, along, value=-1)
-    return d_both, d_gate
+        along = slope.sum(2).view(n, 2, CHUNK, 1)
+        along[:, 0] += shrinking.sum(2, keepdim=True)
+        same = _diagonal(back.reads)
+        along.addcmul_(own[:, None], same[:, None]).mul_(f.norms.square().transpose(0, 1))
+        by_kind.addcmul_(f.both.transpose(0, 1), along, value=-1)
+    return d_gate
 
 
-def _d_beta(
-    given: Inputs,
-    f: Factors,
-    kept: Kept,
-    back: _Back,
-    block: Block,
-    out: Tensor,
-    sigmoid: bool,
-) -> None:
-    """Into ``out [n, CHUNK, 1]``; behind a sigmoid over (1 - beta) / beta."""
-    norm = f.norms[:, :, 0].reshape(out.shape)
-    d_v = back.both[:, :CHUNK]  # of -V r
-    if sigmoid:
-        torch.sum(d_v * kept.u, 2, keepdim=True, out=out).div_(norm)
-        return
+def _d_beta(f: Factors, kept: Kept, back: _Back, v: Tensor) -> Tensor:
+    """<Z, R>, ``[n, CHUNK, 1]``: where beta may be 0, it cannot be had from dV and U."""
     keys = f.tiles[:, :CHUNK]
     lower = torch.bmm(keys, f.shrunk.mT).tril_(-1)
-    z = torch.baddbmm(back.d_u, lower.mT, d_v)
-    read = torch.bmm(keys, kept.state).baddbmm_(lower, kept.u).mul_(norm)
-    v = by_chunk(widen(given.v.index_select(0, block.rows.source))).reshape(z.shape)
-    torch.sum(z * (v - read), 2, keepdim=True, out=out)
+    z = torch.baddbmm(back.d_u, lower.mT, back.both[:, :CHUNK])
+    read = torch.bmm(keys, kept.state).baddbmm_(lower, kept.u).mul_(f.norms[0])
+    return (z * (v - read)).sum(2, keepdim=True)

@@ -5,12 +5,14 @@ several passes over one that has not. So the work goes block by block, every blo
 its steps. A block is a few chunk positions of some sequences, so many that one of its tensors
 stays below `BLOCK` elements; what is worth no memory is computed again in the backward pass.
 
-Inside a block a tensor is ``[chunks, H, CHUNK, .]``, also seen as ``[chunks * H, CHUNK, .]``.
+All chunks of all heads of a call are laid out as ``[chunks, H, CHUNK, .]``, group by group and in
+a group position by position, and a block is a part of that, seen as ``[n, CHUNK, .]``.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,79 +21,86 @@ from torch import Tensor
 from ..precision import widen
 from .chunk import CHUNK
 
-BLOCK = 1 << 16  # elements of one tensor: fewer cost more calls than they save misses (2 MB cache)
-
-
-class Rows(NamedTuple):
-    """Where the rows of some chunks are among the tokens.
-
-    ``source`` [chunks * CHUNK] is the token of each row, ``home`` the row of an output of
-    ``tokens + 1`` rows that takes it. An empty row reads the last token of its sequence, so that
-    it holds nothing of another one, and writes the row behind the last token. ``empty`` are the
-    rows of ``[chunks * H * CHUNK]`` that are empty, None if there are none.
-    """
-
-    source: Tensor
-    home: Tensor
-    empty: Tensor | None
+BLOCK = 3 << 15  # elements of one tensor: fewer cost more calls than they save misses (2 MB cache)
 
 
 class Block(NamedTuple):
     """Consecutive chunk positions of a group, ``sizes`` chunks at each and ``after`` at the next;
-    ``span`` is where its chunks and heads are among those of the group."""
+    ``span`` is where its chunks and heads are among all, ``empty`` which of its rows hold no token,
+    None if all do."""
 
-    rows: Rows
     sizes: tuple[int, ...]
     after: int
     span: slice
+    empty: Tensor | None
 
 
 class Group(NamedTuple):
     """Sequences ``order``, longest first, that are scanned side by side, and their blocks."""
 
     order: Tensor
-    rows: Rows
     blocks: tuple[Block, ...]
+
+
+class Plan(NamedTuple):
+    """Of each row ``[rows]`` its ``token`` and ``head``; of each token and head ``[tokens * H]``
+    its row, ``place``. An empty row has the last token of its sequence, so that it holds nothing
+    of another one."""
+
+    groups: tuple[Group, ...]
+    token: Tensor
+    head: Tensor
+    place: Tensor
 
 
 @lru_cache(maxsize=4)  # as `chunk_table`
 @torch.inference_mode(False)
-def plan(bounds: tuple[int, ...], heads: int, width: int) -> tuple[Group, ...]:
-    """Groups of the sequences at ``bounds`` (flattened token offsets) that have tokens, with
-    ``width`` elements a token and head."""
+def plan(bounds: tuple[int, ...], heads: int, width: int) -> Plan:
+    """The plan of sequences at ``bounds`` (flattened token offsets) with ``width`` elements a token
+    and head. Sequences of no tokens are in no group."""
     edges = torch.tensor(bounds)
     chunks = (edges.diff() + CHUNK - 1) // CHUNK
     order = torch.argsort(chunks, descending=True, stable=True)[: int((chunks > 0).sum())]
     limit = max(1, BLOCK // (CHUNK * heads * width))  # chunks in a block
-    return tuple(
-        _group(edges, chunks, part, heads, limit) for part in order.split(limit) if len(part)
-    )
+    groups, tokens, ends, first = [], [order[:0]], [order[:0]], 0
+    for part in order.split(limit) if len(order) else ():
+        active = [int((chunks[part] > c).sum()) for c in range(int(chunks[part[0]]))]
+        rank = torch.cat([torch.arange(n) for n in active])
+        position = torch.arange(len(active)).repeat_interleave(torch.tensor(active))
+        tokens.append(edges[part[rank]] + position * CHUNK)
+        ends.append(edges[part[rank] + 1])
+        groups.append((part, _cut(active, limit)))
+    token = torch.cat(tokens)[:, None] + torch.arange(CHUNK)
+    end = torch.cat(ends)[:, None]
+    full = (token < end)[:, None].expand(-1, heads, -1)
+    token = torch.minimum(token, end - 1)[:, None].expand_as(full).flatten()
+    head = torch.arange(heads)[:, None].expand_as(full).flatten()
+    held = full.flatten().nonzero().flatten()
+    place = torch.empty_like(held)
+    place[token[held] * heads + head[held]] = held
+    done = []
+    for part, cuts in groups:
+        blocks = []
+        for sizes, after in cuts:
+            last = first + sum(sizes)
+            empty = (~full[first:last]).flatten().nonzero().flatten()
+            span = slice(first * heads, last * heads)
+            blocks.append(Block(sizes, after, span, empty if len(empty) else None))
+            first = last
+        done.append(Group(part, tuple(blocks)))
+    return Plan(tuple(done), token, head, place)
 
 
-def _group(edges: Tensor, chunks: Tensor, order: Tensor, heads: int, limit: int) -> Group:
-    ranks = torch.arange(len(order))
-    active = [int((chunks[order] > c).sum()) for c in range(int(chunks[order[0]]))]
-    rank = torch.cat([ranks[:n] for n in active])
-    position = torch.arange(len(active)).repeat_interleave(torch.tensor(active))
-    token = (edges[order[rank]] + position * CHUNK)[:, None] + torch.arange(CHUNK)
-    end = edges[order[rank] + 1][:, None]
-    past = token >= end
-    source, home = torch.where(past, end - 1, token), token.masked_fill(past, int(edges[-1]))
-
-    def rows(first: int, last: int) -> Rows:
-        empty = past[first:last, None].expand(-1, heads, -1).flatten().nonzero().flatten()
-        where = (x[first:last].flatten() for x in (source, home))
-        return Rows(*where, empty if len(empty) else None)
-
-    blocks, first = [], 0
-    while active:
-        count = max(1, int((torch.tensor(active).cumsum(0) <= limit).sum()))
-        sizes, active = tuple(active[:count]), active[count:]
-        last = first + sum(sizes)
-        span = slice(first * heads, last * heads)
-        blocks.append(Block(rows(first, last), sizes, active[0] if active else 0, span))
-        first = last
-    return Group(order, rows(0, first), tuple(blocks))
+def _cut(active: list[int], limit: int) -> list[tuple[tuple[int, ...], int]]:
+    """The chunks at each position in parts of at most ``limit``, each with what comes after it."""
+    starts, total = [0], 0
+    for i, count in enumerate(active):
+        if total and total + count > limit:
+            starts.append(i)
+            total = 0
+        total += count
+    padded = [*active, 0]
+    return [(tuple(active[a:b]), padded[b]) for a, b in pairwise([*starts, len(active)])]
 
 
 class Options(NamedTuple):
@@ -104,42 +113,87 @@ class Options(NamedTuple):
     sigmoid: bool
 
 
-class Inputs(NamedTuple):
-    """What the caller gave, and what of the parameters every block needs, in the wide dtype."""
+class Source(NamedTuple):
+    """An input ``[tokens, H, .]``: rows of its memory, and which of them the rows of a plan are."""
 
-    q: Tensor  # [tokens, H, K]
-    k: Tensor
-    v: Tensor  # [tokens, H, V]
-    z: Tensor  # [tokens, H, K] logit of the decay
-    beta: Tensor  # [tokens, H]
+    rows: Tensor
+    at: Tensor
+
+    @staticmethod
+    def of(x: Tensor, plan: Plan, known: dict[tuple[int, int], Tensor]) -> Source:
+        """``known`` shares the index among inputs of the same strides."""
+        tokens, heads, size = x.shape
+        step, jump, unit = x.stride()
+        if unit != 1 or step % size or jump % size:  # q, k and v side by side need no copy
+            x = x.contiguous()
+            step, jump = heads * size, size
+        steps = (step // size, jump // size)
+        if steps not in known:
+            known[steps] = plan.token * steps[0] + plan.head * steps[1]
+        count = (tokens - 1) * steps[0] + (heads - 1) * steps[1] + 1 if tokens else 0
+        return Source(x.as_strided((count, size), (size, 1)), known[steps])
+
+    def take(self, block: Block, out: Tensor | None = None) -> Tensor:
+        """The rows of a block, ``[n, CHUNK, .]`` in fp32 or wider, in ``out`` if it is given."""
+        index = self.at[block.span.start * CHUNK : block.span.stop * CHUNK]
+        if out is not None and out.dtype == self.rows.dtype:
+            torch.index_select(self.rows, 0, index, out=out.view(len(index), -1))
+            return out
+        rows = widen(self.rows.index_select(0, index)).view(-1, CHUNK, self.rows.shape[1])
+        return rows if out is None else out.copy_(rows)
+
+
+class Inputs(NamedTuple):
+    """What the caller gave, laid out, and what of the parameters every block needs."""
+
+    plan: Plan
+    q: Source
+    k: Source
+    v: Source
+    z: Source  # logit of the decay
+    beta: Tensor  # [n, CHUNK, 1] of all blocks, behind the sigmoid
     rate: Tensor  # [H, 1, 1] e^A_log
-    bias: Tensor  # [H, K]
+    bias: Tensor  # [H, 1, K]
     sums: (
         Tensor  # [CHUNK, CHUNK] turns the gates of a chunk into G: the lower bound, up to each row
     )
+    indices: dict[tuple[int, int], Tensor]  # as `Source.of` takes them
 
     @staticmethod
     def of(rows: tuple[Tensor, ...], a_log: Tensor, dt_bias: Tensor, options: Options) -> Inputs:
-        dtype = widen(rows[0][:0]).dtype
-        heads = len(a_log)
+        q, k, v, z, beta = rows
+        heads, width = q.shape[1:]
+        layout = plan(options.bounds, heads, max(width, v.shape[-1]))
+        indices: dict[tuple[int, int], Tensor] = {}
+        dtype = widen(q[:0]).dtype
+        writes = Source.of(beta[..., None], layout, indices)
+        strength = widen(writes.rows.index_select(0, writes.at)).view(-1, CHUNK, 1)
+        if options.sigmoid:
+            strength.sigmoid_()
+        for group in layout.groups:
+            for block in group.blocks:
+                clear(strength[block.span], block)  # an empty row does not write
+        at_q, at_k, at_v, at_z = (Source.of(x, layout, indices) for x in (q, k, v, z))
         return Inputs(
-            *rows,
+            layout,
+            at_q,
+            at_k,
+            at_v,
+            at_z,
+            strength,
             a_log.to(dtype).exp().view(heads, 1, 1),
-            dt_bias.to(dtype).view(heads, -1),
+            dt_bias.to(dtype).view(heads, 1, width),
             torch.full((CHUNK, CHUNK), options.lower_bound, dtype=dtype).tril_(),
+            indices,
         )
-
-    def groups(self, options: Options) -> tuple[Group, ...]:
-        _, heads, width = self.q.shape
-        return plan(options.bounds, heads, max(width, self.v.shape[-1]))
 
 
 class Factors(NamedTuple):
     """What both passes need of the n chunks and heads of a block; letters as in `blocked`."""
 
-    z: Tensor  # [chunks * CHUNK, H, K] and the bias
-    both: Tensor  # [chunks, H, 2, CHUNK, K] k, then q as given
-    norms: Tensor  # [chunks, H, 2, CHUNK, 1] what norms them
+    z: Tensor  # [n, CHUNK, K] and the bias
+    both: Tensor  # [2, n, CHUNK, K] k, then q as given
+    norms: Tensor  # [2, n, CHUNK, 1] what norms them
     gate: Tensor  # [n, CHUNK, K]
     grown: Tensor  # [n, CHUNK, K] e^G
     total: Tensor  # [n, 1, K] e^G_C
@@ -147,57 +201,34 @@ class Factors(NamedTuple):
     shrunk: Tensor  # [n, CHUNK, K] K e^-G
 
 
-def factors(given: Inputs, rows: Rows, norms: Tensor | None, options: Options) -> Factors:
-    _, heads, width = given.q.shape
-    both = given.bias.new_empty(2, len(rows.source), heads, width)
-    for place, x in zip(both, (given.k, given.q), strict=True):
-        if x.dtype == both.dtype:
-            torch.index_select(x, 0, rows.source, out=place)
-        else:
-            place.copy_(x.index_select(0, rows.source))
-    both = both.view(2, -1, CHUNK, heads, width).permute(1, 3, 0, 2, 4)
-    if norms is None and options.norm:
-        norms = torch.linalg.vector_norm(both, dim=-1, keepdim=True).square_().add_(1e-6).rsqrt_()
-    elif norms is None:
-        norms = both.new_ones(*both.shape[:-1], 1)
-    z = widen(given.z.index_select(0, rows.source)).add_(given.bias)
-    gate = both.new_empty(both.shape[0], heads, CHUNK, width)
-    torch.mul(by_chunk(z), given.rate, out=gate).sigmoid_()
-    gate = clear(gate.view(-1, CHUNK, width), rows)  # an empty row does not decay
-    grown = torch.bmm(given.sums.expand(len(gate), -1, -1), gate).exp_()
-    tiles = torch.empty_like(both, memory_format=torch.contiguous_format)
-    by_head = (both.shape[0], heads, CHUNK, width)
-    torch.mul(both, grown.view(by_head)[:, :, None], out=tiles)
-    shrunk = torch.empty_like(grown)
-    torch.mul(both[:, :, 0], norms[:, :, 0], out=shrunk.view(by_head)).div_(grown.view(by_head))
+def factors(given: Inputs, block: Block, norms: Tensor | None, options: Options) -> Factors:
+    n, width = block.span.stop - block.span.start, given.q.rows.shape[1]
+    both = given.sums.new_empty(2, n, CHUNK, width)
+    for x, place in zip((given.k, given.q), both, strict=True):
+        x.take(block, place)
+    if norms is None:
+        norms = both.new_ones(2, n, CHUNK, 1)
+        if options.norm:
+            torch.linalg.vector_norm(both, dim=-1, keepdim=True, out=norms)
+            norms.square_().add_(1e-6).rsqrt_()
+    z = given.z.take(block)
+    by_head(z, given).add_(given.bias)
+    gate = (by_head(z, given) * given.rate).sigmoid_().view(z.shape)
+    clear(gate, block)  # an empty row does not decay
+    grown = torch.bmm(given.sums.expand(n, -1, -1), gate).exp_()
+    tiles = z.new_empty(n, 2, CHUNK, width)
+    torch.mul(both.transpose(0, 1), grown[:, None], out=tiles)
+    shrunk = (both[0] * norms[0]).div_(grown)
     total = grown[:, -1:].contiguous()
-    return Factors(z, both, norms, gate, grown, total, tiles.view(-1, 2 * CHUNK, width), shrunk)
+    return Factors(z, both, norms, gate, grown, total, tiles.view(n, 2 * CHUNK, width), shrunk)
 
 
-def strengths(given: Inputs, rows: Rows, options: Options) -> Tensor:
-    """Beta of a whole group, ``[n, CHUNK, 1]``; an empty row does not write."""
-    beta = widen(given.beta.index_select(0, rows.source))
-    beta = by_chunk(beta.sigmoid_() if options.sigmoid else beta).contiguous()
-    return clear(beta.view(-1, CHUNK, 1), rows)
+def by_head(x: Tensor, given: Inputs) -> Tensor:
+    """``[n, CHUNK, .]`` as ``[chunks, H, CHUNK, .]``."""
+    return x.view(-1, len(given.rate), *x.shape[1:])
 
 
-def clear(x: Tensor, rows: Rows) -> Tensor:
-    """Zeros in the empty rows of ``x [n, CHUNK, .]``, in place."""
-    if rows.empty is not None:
-        x.view(-1, x.shape[-1]).index_fill_(0, rows.empty, 0)
-    return x
-
-
-def by_chunk(x: Tensor) -> Tensor:
-    """``[chunks * CHUNK, H, ...]`` seen as ``[chunks, H, CHUNK, ...]``."""
-    return x.view(-1, CHUNK, *x.shape[1:]).transpose(1, 2)
-
-
-def give(target: Tensor, x: Tensor, factor: Tensor | float, rows: Rows) -> Tensor:
-    """Writes ``x [n, CHUNK, .]`` times ``factor [chunks, H, CHUNK, .]`` into ``target [tokens + 1,
-    H, .]`` and returns the product, ``[chunks * CHUNK, H, .]``."""
-    heads, size = target.shape[1:]
-    flat = x.new_empty(len(rows.home), heads, size)
-    torch.mul(x.unflatten(0, (-1, heads)), factor, out=by_chunk(flat))
-    target.index_copy_(0, rows.home, flat.to(target.dtype))
-    return flat
+def clear(x: Tensor, block: Block) -> None:
+    """Zeros in the empty rows of ``x [n, CHUNK, .]``."""
+    if block.empty is not None:
+        x.view(-1, x.shape[-1]).index_fill_(0, block.empty, 0)

@@ -188,8 +188,30 @@ def test_inputs_seen_through_strides_and_in_16_bits_have_their_gradients():
         zip("qk", joined.grad.unbind(2), strict=True)
     )
     for name, leaf in wide.items():
-        assert grads[name].dtype == data[name].dtype
-        assert relative(grads[name].double(), leaf.grad) < 4e-3, name
+        grad = grads[name]
+        assert grad is not None and leaf.grad is not None and grad.dtype == data[name].dtype
+        assert relative(grad.double(), leaf.grad) < 4e-3, name
+
+
+def test_no_tokens_pass_the_gradient_of_the_state_on():
+    data = {k: v.requires_grad_() for k, v in inputs(0).items()}
+    state = torch.randn(1, HEADS, WIDTH, VALUE, dtype=torch.float64, requires_grad=True)
+    out, final = run(chunk_kda, **data, **FLAGS, initial_state=state)
+    assert out.shape == data["v"].shape and torch.equal(final, state)
+    (final * 2).sum().backward()
+    assert state.grad is not None and torch.equal(state.grad, torch.full_like(state, 2))
+    assert data["A_log"].grad is not None and not data["A_log"].grad.any()
+
+
+def test_autocast_rounds_nothing():
+    leaves = {k: v.float().requires_grad_() for k, v in inputs(20).items()}
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out, final = run(chunk_kda, **leaves, **FLAGS)
+            loss = out.square().sum() + final.sum()
+            results.append([out, final, *torch.autograd.grad(loss, list(leaves.values()))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_a_sequence_alone_is_itself_in_a_pack_to_the_bit():
