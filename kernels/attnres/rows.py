@@ -47,7 +47,9 @@ class MixRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *upstream: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         query, norm, kept, *sources = ctx.saved_tensors
         direction = widen(query) * widen(norm)
         pulled = torch.zeros_like(direction)

@@ -41,7 +41,9 @@ class ConvRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *upstream: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         x, taps = ctx.saved_tensors
         dx, d_taps = torch.empty_like(x), torch.zeros_like(taps)
         for stretch in _stretches(ctx.bounds, x.shape[1]):

@@ -64,9 +64,10 @@ class _Blocked(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        *rows, a_log, dt_bias = ctx.saved_tensors[:7]
+        saved = ctx.saved_tensors  # once: checkpointing gives them only once
+        *rows, a_log, dt_bias = saved[:7]
         given = Inputs.of(tuple(rows), a_log, dt_bias, ctx.options)
-        kept = [Kept(*ctx.saved_tensors[i : i + 4]) for i in range(7, len(ctx.saved_tensors), 4)]
+        kept = [Kept(*saved[i : i + 4]) for i in range(7, len(saved), 4)]
         wanted = ctx.needs_input_grad[:8]
         with as_given(rows[2]):
             found = blocked_gradients(given, kept, grads, wanted, ctx.options)

@@ -87,7 +87,9 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *upstream: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         first, *others = ctx.place.unbind(1)
         dx = upstream[0].index_select(0, first)
         for place in others:
@@ -117,7 +119,9 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *upstream: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         outputs, weights, order, place = ctx.saved_tensors
         scales = weights.to(outputs.dtype).flatten().index_select(0, order)
         pull = upstream[0].index_select(0, order // place.shape[1])

@@ -56,7 +56,9 @@ class SituRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *upstream: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         beta, linear_beta = ctx.bounds
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)

@@ -34,7 +34,9 @@ class NormRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *upstream: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         x, gate, weight, scales = ctx.saved_tensors
         (d_out,) = upstream
         dx, d_weight = torch.empty_like(x), torch.zeros_like(weight)
@@ -44,12 +46,11 @@ class NormRows(torch.autograd.Function):
                 rows, pull, scale = x[some], d_out[some], scales[some]
                 if gate is not None and d_gate is not None:
                     opened = torch.sigmoid(gate[some])
-                    closing = torch.mul(pull, rows, out=d_gate[some]).mul_(opened)
+                    closing = torch.mul(pull, rows, out=d_gate[some]).mul_(scale).mul_(weight)
                     pull = pull * opened
+                    closing.mul_(opened).mul_(opened.neg_().add_(1))
                 product = pull * rows
                 d_weight += torch.mv(product.T, scale[:, 0])
                 along = torch.mv(product, weight)[:, None].mul_(scale.pow(3)).div_(-x.shape[1])
                 torch.mul(pull, weight, out=dx[some]).mul_(scale).addcmul_(rows, along)
-                if d_gate is not None:
-                    closing.mul_(scale).mul_(weight).mul_(opened.neg_().add_(1))
         return dx, d_gate, d_weight, None

@@ -47,8 +47,8 @@ def test_norms(shape: tuple[int, ...]) -> None:
     x, gate, weight = leaves(shape, shape, shape[-1:])
     check(lambda x, w: rms_norm(x, w, EPS), lambda x, w: naive_rms_norm(x, w, EPS), [x, weight])
     check(
-        lambda *given: gated_norm(*given, EPS),
-        lambda *given: naive_gated_norm(*given, EPS),
+        lambda x, gate, w: gated_norm(x, gate, w, EPS),
+        lambda x, gate, w: naive_gated_norm(x, gate, w, EPS),
         [x, gate, weight],
     )
 
@@ -80,8 +80,8 @@ def test_mixture(shape: tuple[int, ...], count: int) -> None:
 def test_convolution(bounds: tuple[int, ...], width: int) -> None:
     x, kernel = leaves((bounds[-1], 4), (4, width))
     check(
-        lambda *given: short_conv(*given, bounds)[0],
-        lambda *given: naive_short_conv(*given, bounds)[0],
+        lambda x, kernel: short_conv(x, kernel, bounds)[0],
+        lambda x, kernel: naive_short_conv(x, kernel, bounds)[0],
         [x, kernel],
     )
     tails = [of(x, kernel, bounds)[1] for of in (short_conv, naive_short_conv)]

@@ -338,9 +338,9 @@ def test_k3_ends_with_eight_blocks_and_the_partial_one() -> None:
     blocks: tuple[torch.Tensor, ...] = ()
     partial = policy.model.embed_tokens(torch.tensor([1, 2]))
     packing = Packing.of((0, 2), torch.device("cpu"))
-    stored = []
+    update, stored = None, []
     for layer in policy.model.layers:
-        blocks, partial = layer(blocks, partial, packing, None)
+        blocks, partial, update = layer(blocks, partial, update, packing, None)
         stored.append(len(blocks))
     assert stored[0] == 1 and stored[11:13] == [1, 2] and stored[-1] == 8
     assert [i for i in range(1, 93) if stored[i] > stored[i - 1]] == list(range(12, 93, 12))
