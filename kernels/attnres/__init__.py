@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ..blocks import BLOCK_ELEMENTS
 from ..norm import rms_norm
 from ..precision import as_given
 from .naive import naive_mix, naive_mix_norm
@@ -35,10 +34,6 @@ def mix(
         from .fused import mix_fused
 
         return mix_fused(sources, None, query, norm_weight, None, eps)[0]
-    count = sources[0].numel() * len(sources)
-    if not torch.is_grad_enabled() and count <= BLOCK_ELEMENTS:
-        with as_given(sources[0]):
-            return naive_mix(sources, query, norm_weight, eps)  # fewest calls
     width = sources[0].shape[-1]
     rows = [source.reshape(-1, width) for source in sources]
     with as_given(sources[0]):

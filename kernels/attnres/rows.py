@@ -28,20 +28,13 @@ class MixRows(torch.autograd.Function):
         direction = widen(query) * widen(norm)
         out = torch.empty_like(sources[0])
         kept = direction.new_empty(3, len(sources), len(out))  # r, s, p
-        for some in blocks(*out.shape):
-            wide = [widen(source[some]) for source in sources]
-            inverse, scores, weights = kept[:, :, some]
-            mixed = out[some] if out.dtype == direction.dtype else torch.empty_like(wide[0])
-            for i, v in enumerate(wide):
-                inverse[i] = torch.mul(v, v, out=mixed).mean(-1)
-                scores[i] = v @ direction
-            scores.mul_(inverse.add_(eps).rsqrt_())
-            weights.copy_(scores.softmax(0))
-            torch.mul(wide[0], weights[0, :, None], out=mixed)
-            for v, p in zip(wide[1:], weights[1:], strict=True):
-                mixed.addcmul_(v, p[:, None])
-            if out.dtype != mixed.dtype:
-                out[some] = mixed
+        for some in blocks(len(out), len(sources) * out.shape[1]):
+            stacked = torch.stack([widen(source[some]) for source in sources])
+            inverse = stacked.square().mean(-1).add_(eps).rsqrt_()
+            scores = (stacked @ direction).mul_(inverse)
+            weights = scores.softmax(0)
+            out[some] = stacked.mul_(weights[..., None]).sum(0)
+            torch.stack((inverse, scores, weights), out=kept[:, :, some])
         ctx.save_for_backward(query, norm, kept, *sources)
         return out
 

@@ -68,7 +68,7 @@ def count_hopper_kernel(
         place = token.to(gl.int64)[:, None] * E + expert[None, :]
         score = scores_of(gl.load(values + place, mask=mask, other=0.0), LOGITS)
         top = gl.load(cutoff + token, mask=inside, other=0.0)
-        bins = ((top - bottom)[:, None] - score) * step
+        bins = (top[:, None] - score - bottom) * step
         # the maximum with what is no number is the other one; what does not count has a bin too
         bins = gl.minimum(gl.maximum(bins, 0.0), BINS - 1.0)
         bins = gl.where(mask, bins, 1023.0)

@@ -49,7 +49,9 @@ class QuantileHistogram:
         self.tokens += len(scores)
         if self.k == len(self.bias) or cutoff is None:
             return  # every expert takes every token: nothing to balance
-        bins = ((cutoff - self.low)[:, None] - scores) * self.scale
+        # The difference first: one expert of each token is at the cutoff, where rounding must not
+        # choose a bin.
+        bins = (cutoff[:, None] - scores - self.low) * self.scale
         # One that is not finite (the step will be skipped) has a bin as well.
         bins = bins.nan_to_num(0.0).clamp_(0, NUM_BINS - 1).long()
         flat = bins + torch.arange(scores.shape[1], device=bins.device) * NUM_BINS

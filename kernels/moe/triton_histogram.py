@@ -48,7 +48,7 @@ def count_kernel(
     score = tl.load(values + place, mask=mask, other=0.0).to(tl.float32)
     if LOGITS:
         score = sigmoid(score, FAST)
-    bins = ((limit - tl.load(low))[:, None] - score) * tl.load(scale)
+    bins = (limit[:, None] - score - tl.load(low)) * tl.load(scale)
     # the comparison is false of what is no number: that counts as the first
     bins = tl.where(bins > 0, tl.minimum(bins, BINS - 1), 0.0).to(tl.int32)
     tl.atomic_add(counts + expert[None, :] * BINS + bins, 1, mask=mask, sem="relaxed")
