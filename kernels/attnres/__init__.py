@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..blocks import is_small
 from ..norm import rms_norm
 from ..precision import as_given
 from .naive import naive_mix, naive_mix_norm
@@ -34,6 +35,9 @@ def mix(
         from .fused import mix_fused
 
         return mix_fused(sources, None, query, norm_weight, None, eps)[0]
+    if is_small(sources[0]):
+        with as_given(sources[0]):
+            return naive_mix(sources, query, norm_weight, eps)
     width = sources[0].shape[-1]
     rows = [source.reshape(-1, width) for source in sources]
     with as_given(sources[0]):

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..blocks import BLOCK_ELEMENTS, blocks, on_cpu
+from ..blocks import BLOCK_ELEMENTS, blocks, takes_blocks
 
 LEAST_ELEMENTS = BLOCK_ELEMENTS // 8  # of an average sequence, for calls that are worth their cost
 
 
 def takes_rows(x: torch.Tensor, kernel: torch.Tensor, count: int) -> bool:
     """Whether a CPU works on ``count`` sequences that are long enough."""
-    return on_cpu(x, kernel) and x.numel() >= count * LEAST_ELEMENTS
+    return takes_blocks(x, kernel) and x.numel() >= count * LEAST_ELEMENTS
 
 
 class ConvRows(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..blocks import blocks, on_cpu
+from ..blocks import blocks, takes_blocks
 from ..precision import widen
 
 
@@ -18,7 +18,7 @@ def situ_glu(
 
     Bounded by ``beta * linear_beta`` for any input; the result has gate's dtype.
     """
-    if on_cpu(gate, up):
+    if takes_blocks(gate, up):
         width = gate.shape[-1]
         rows = (gate.reshape(-1, width), up.reshape(-1, width))
         return SituRows.apply(*rows, beta, linear_beta).view(gate.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..blocks import on_cpu
+from ..blocks import takes_blocks
 from ..device import takes_kernels
 from .naive import naive_gated_norm, naive_rms_norm
 from .rows import NormRows
@@ -17,7 +17,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     ``x [..., V]``, ``weight [V]``; the result has x's dtype. Differentiable in both.
     """
-    if on_cpu(x, weight):
+    if takes_blocks(x, weight):
         return NormRows.apply(_rows(x), None, weight, eps).view(x.shape)
     return naive_rms_norm(x, weight, eps)
 
@@ -41,7 +41,7 @@ def gated_norm(
         from .fused import gated_norm_fused
 
         return gated_norm_fused(x, gate, weight, eps)
-    if on_cpu(x, gate, weight):
+    if takes_blocks(x, gate, weight):
         return NormRows.apply(_rows(x), _rows(gate), weight, eps).view(x.shape)
     return naive_gated_norm(x, gate, weight, eps)
 

@@ -21,6 +21,7 @@ EPS = 1e-5
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(blocks, "FEW_ELEMENTS", -1)
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 24)
     monkeypatch.setattr(rows, "LEAST_ELEMENTS", 0)
 
