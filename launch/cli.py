@@ -21,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done as asked, 1 failed while running, 2 a mistake in the input, 130 Ctrl-C, 143
     SIGTERM, 141 nobody reads what it prints (``... | head``)."""
     heed_sigterm()
+    # TRL's trainers report their use to a public server unless huggingface_hub, which is imported
+    # later, here or in a process of ours, finds this.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = _parse(argv)
     try:
         code = _COMMANDS[arguments.command](arguments)

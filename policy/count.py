@@ -8,8 +8,9 @@ from .config import PolicyConfig
 
 WIDE_BYTES = 4  # fp32: masters, gradients, moments, recurrent states, and what `Counts.wide` counts
 
-SAVED_COPIES = 2.25  # 2.0 to 2.1 in forwards of presets on a CPU, counted tensor by tensor
-STATE_TOKENS = 16  # a KDA layer keeps a state for so many
+# 4.3 to 4.8 where autograd keeps what the plain forms make, counted tensor by tensor; forms that
+# recompute, as those of a CPU do, keep half.
+SAVED_COPIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +149,8 @@ def learner_sizes(parameters: int, ranks: int, zero_stage: int) -> LearnerSizes:
 def activation_bytes(config: PolicyConfig) -> int:
     """About what a training forward keeps of each token until backward.
 
-    An estimate: `SAVED_COPIES` times what all linear maps but the output head give, for inputs of
-    maps, norms, convolutions and gates have the same widths, and the states of the delta rule.
+    An estimate from above: `SAVED_COPIES` times what all linear maps but the output head give.
+    Their inputs, and what norms, convolutions, gates and the delta rule keep, have the same widths.
     """
     linear = config.linear_attn_config or {}
     hidden, heads = config.hidden_size, config.num_attention_heads
@@ -170,6 +171,4 @@ def activation_bytes(config: PolicyConfig) -> int:
         (mla if config.is_mla(i) else kda) + (dense if config.is_dense(i) else moe)
         for i in range(config.num_hidden_layers)
     )
-    num_kda = sum(not config.is_mla(i) for i in range(config.num_hidden_layers))
-    states = num_kda * inner * linear["head_dim"] // STATE_TOKENS
-    return round(WIDE_BYTES * (SAVED_COPIES * outputs + states))
+    return SAVED_COPIES * WIDE_BYTES * outputs

@@ -87,8 +87,7 @@ class KimiDeltaAttention(nn.Module):
         self, x: torch.Tensor, packing: Packing, state: KdaState | ReplayedKda | None
     ) -> torch.Tensor:
         """``x [T, D]`` normed input -> ``[T, D]``; continues and updates ``state`` in place."""
-        parts = (self.q_proj, self.k_proj, self.v_proj)
-        qkv = F.linear(x, torch.cat([part.weight for part in parts]))
+        qkv = self._qkv(x)
         kernel = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])[:, 0]
         z, beta = self.f_b_proj(self.f_a_proj(x)), self.b_proj(x)
         single = packing.longest == 1
@@ -132,6 +131,15 @@ class KimiDeltaAttention(nn.Module):
             state.conv = tail
         heads = out.view(len(x), self.num_heads, -1)
         return self.o_proj(self.o_norm(heads, self._gate(x).view(heads.shape)).flatten(1))
+
+    def _qkv(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, 3 H K]``. One product saves a copy of the result, but copies the weights, which a
+        decode step on a GPU would feel; modules that are more than their weight run as they are."""
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        plain = all(type(part) is nn.Linear and not part._forward_hooks for part in parts)
+        if plain and (not x.is_cuda or len(x) >= x.shape[1]):
+            return F.linear(x, torch.cat([part.weight for part in parts]))
+        return torch.cat([part(x) for part in parts], -1)
 
     def _gate(self, x: torch.Tensor) -> torch.Tensor:
         return self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))

@@ -67,8 +67,13 @@ class DecoderLayer(nn.Module):
             return blocks, x, self._feed(self.post_attention_layernorm(x))
         if blocks:
             blocks, partial, x = mix_norm(
-                *(blocks, partial, update, self.self_attention_res_proj.weight),
-                *(self.self_attention_res_norm.weight, self.input_layernorm.weight, self.eps),
+                blocks,
+                partial,
+                update,
+                query=self.self_attention_res_proj.weight,
+                norm_weight=self.self_attention_res_norm.weight,
+                next_weight=self.input_layernorm.weight,
+                eps=self.eps,
             )
         else:
             x = self.input_layernorm(partial)
@@ -76,8 +81,13 @@ class DecoderLayer(nn.Module):
         if self.index % self.block_size == 0:
             blocks, partial, update = (*blocks, partial), update, None
         blocks, partial, x = mix_norm(
-            *(blocks, partial, update, self.mlp_res_proj.weight),
-            *(self.mlp_res_norm.weight, self.post_attention_layernorm.weight, self.eps),
+            blocks,
+            partial,
+            update,
+            query=self.mlp_res_proj.weight,
+            norm_weight=self.mlp_res_norm.weight,
+            next_weight=self.post_attention_layernorm.weight,
+            eps=self.eps,
         )
         return blocks, partial, self._feed(x)
 
@@ -143,8 +153,13 @@ class PolicyModel(nn.Module):
             blocks, partial, update = layer(blocks, partial, update, packing, state)
         if self.attention_residuals:
             return mix_norm(
-                *(blocks, partial, update, self.output_attn_res_proj.weight),
-                *(self.output_attn_res_norm.weight, self.norm.weight, self.eps),
+                blocks,
+                partial,
+                update,
+                query=self.output_attn_res_proj.weight,
+                norm_weight=self.output_attn_res_norm.weight,
+                next_weight=self.norm.weight,
+                eps=self.eps,
             )[2]
         return self.norm(partial if update is None else partial + update)
 

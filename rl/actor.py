@@ -301,10 +301,9 @@ class LearnerGroup:
             self._kill()
             if death is not None:
                 raise _ended(death) from error
-            # Of a fault of our own the rank's traceback, the text of Ray's error, is needed.
-            if told or isinstance(error.cause, OSError):
+            if told:
                 raise error.cause from None
-            raise
+            raise  # whose text is the rank's own traceback
         except RayError as error:
             self._kill()
             raise _ended(error) from error

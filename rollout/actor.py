@@ -211,10 +211,9 @@ def _get(refs: list[ray.ObjectRef]) -> list[Any]:
     try:
         return ray.get(refs)
     except RayTaskError as error:
-        # Of a fault of our own the actor's traceback, which is the text of Ray's error, is needed.
-        if isinstance(error.cause, UserError | RunFailed | OSError):
+        if isinstance(error.cause, UserError | RunFailed):
             raise error.cause from None
-        raise
+        raise  # whose text is the actor's own traceback
     except RayError as error:
         raise RunFailed(
             "a rollout actor ended while it worked: it was killed, ran out of memory, or its "

@@ -28,9 +28,10 @@ def mix(
     under autocast too; the result has the first source's dtype. A zero query gives the plain
     average. Differentiable in all tensors.
 
-    On a GPU it runs in Triton kernels, which are only once differentiable and give a ValueError
-    that names a shape that does not fit; but for fp64, which runs in plain torch, as on a CPU.
+    ValueError names a shape that does not fit. On a GPU it runs in Triton kernels, but for fp64,
+    which runs in plain torch. Only once differentiable, but for few elements on a CPU.
     """
+    _check(sources, None, query, norm_weight, None)
     if _takes_kernels(sources):
         from .fused import mix_fused
 
@@ -61,10 +62,12 @@ def mix_norm(
     for `mix`. Returns the blocks, the new partial sum and the normed mixture, in the dtype of the
     first source; on a GPU from one kernel, in which the mixture is not rounded before its norm.
 
-    Later sites are to take the returned blocks: their gradients then add up in one buffer for each
-    block, in place. A hook on such a block that keeps the gradient it is given has to clone it.
+    Later sites are to take the returned blocks: on a GPU their gradients then add up in one buffer
+    for each block, in place. So a hook on such a block that keeps its gradient has to clone it, and
+    `torch.autograd.grad` must not ask for one together with what lies before its site.
     """
     sources = [*blocks, partial]
+    _check(sources, update, query, norm_weight, next_weight)
     if _takes_kernels(sources):
         from .fused import mix_fused
 
@@ -78,3 +81,20 @@ def mix_norm(
 
 def _takes_kernels(sources: Sequence[torch.Tensor]) -> bool:
     return sources[0].is_cuda and all(s.dtype != torch.float64 for s in sources)
+
+
+def _check(
+    sources: Sequence[torch.Tensor],
+    update: torch.Tensor | None,
+    query: torch.Tensor,
+    norm: torch.Tensor,
+    next_norm: torch.Tensor | None,
+) -> None:
+    shape = sources[0].shape
+    for i, x in enumerate((*sources, update)):
+        if x is not None and x.shape != shape:
+            name = f"sources[{i}]" if i < len(sources) else "update"
+            raise ValueError(f"{name} must be {list(shape)} as the first, got {list(x.shape)}")
+    for name, x in (("query", query), ("norm_weight", norm), ("next_weight", next_norm)):
+        if x is not None and x.numel() != shape[-1]:
+            raise ValueError(f"{name} must hold {shape[-1]} numbers, got {list(x.shape)}")

@@ -12,6 +12,8 @@ from ..device import launch, on_device_of
 from .triton_mix import finish_kernel, mix_backward_kernel, mix_kernel
 
 LINE = 8  # adjacent elements that a thread loads at once, 16 bytes of bf16
+# Forward, where a row is short: half of the warps for a row, so that more rows are on their way.
+SHORT, SHORT_LINE, SHORT_RESIDENT = 4096, 16, 16
 WARPS = 16  # of a program, which takes whole rows, at most
 GROUP, BACKWARD_GROUP = 4, 3  # sources that are reduced at once, the latter with one sum more
 HELD = 144  # bytes of a row's sources that a thread holds on the way back, else it reloads them
@@ -61,7 +63,7 @@ class Mix(torch.autograd.Function):
                     GROUP=GROUP,
                     UPDATE=update is not None,
                     NORM=next_norm is not None,
-                    **tile_of(width, RESIDENT),
+                    **forward_tile(width),
                     FAST=partial.is_cuda,
                 )
         ctx.save_for_backward(query, norm, next_norm, stats, *blocks, summed)
@@ -150,15 +152,21 @@ def rows_each(rows: int, most: int) -> int:
     return max(1, min(most, rows // PROGRAMS))
 
 
-def tile_of(width: int, resident: int) -> dict[str, int]:
+def forward_tile(width: int) -> dict[str, int]:
+    if width <= SHORT:
+        return tile_of(width, SHORT_RESIDENT, SHORT_LINE)
+    return tile_of(width, RESIDENT)
+
+
+def tile_of(width: int, resident: int, line: int = LINE) -> dict[str, int]:
     """The tile of a row, and how many registers its programs may use for ``resident`` warps."""
-    padded = max(LINE, 1 << (width - 1).bit_length())
-    warps = min(WARPS, max(1, padded // (32 * LINE)))
+    padded = max(line, 1 << (width - 1).bit_length())
+    warps = min(WARPS, max(1, padded // (32 * line)))
     registers = 65536 // (32 * max(warps, resident // warps * warps))
     return {
         "D": width,
-        "BT": padded // LINE,
-        "BE": LINE,
+        "BT": padded // line,
+        "BE": line,
         "num_warps": warps,
         "maxnreg": min(255, registers // 8 * 8),
     }
@@ -173,12 +181,5 @@ def mix_fused(
     eps: float,
 ) -> tuple[Tensor, ...]:
     """`Mix` of what `farhorizon.kernels.attnres` takes."""
-    shape = sources[0].shape
-    for name, x in [*((f"sources[{i}]", x) for i, x in enumerate(sources)), ("update", update)]:
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} must be {list(shape)} as the first, got {list(x.shape)}")
-    for name, x in (("query", query), ("norm_weight", norm), ("next_weight", next_norm)):
-        if x is not None and x.numel() != shape[-1]:
-            raise ValueError(f"{name} must hold {shape[-1]} numbers, got {list(x.shape)}")
     weights = [None if w is None else w.contiguous() for w in (query, norm, next_norm)]
     return Mix.apply(*weights, update, eps, *sources)

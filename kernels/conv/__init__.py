@@ -21,8 +21,9 @@ def short_conv(
     (None: zeros). Returns ``[T, C]`` and the new tail, in x's dtype. Differentiable in ``x``,
     ``kernel`` and ``tail``. ValueError names a shape or ``bounds`` that does not fit.
 
-    On a GPU 16-bit inputs run in Triton kernels with fp32 sums and the kernel's own precision, and
-    only once differentiable; everything else runs in plain torch, in x's dtype.
+    On a GPU 16-bit inputs run in Triton kernels with fp32 sums and the kernel's own precision, on a
+    CPU long wide sequences without a tail block by block, both only once differentiable; everything
+    else runs in plain torch, in x's dtype.
     """
     _check(x, kernel, bounds, tail)
     if takes_kernels(x):
@@ -37,7 +38,9 @@ def short_conv(
 
 def _last_rows(x: torch.Tensor, bounds: tuple[int, ...], history: int) -> torch.Tensor:
     """The last ``history`` rows of each sequence, zeros before its first one."""
-    rows = torch.tensor(bounds[1:], device=x.device)[:, None] + torch.arange(-history, 0)
+    rows = torch.tensor(bounds[1:], device=x.device)[:, None] + torch.arange(
+        -history, 0, device=x.device
+    )
     missing = rows < torch.tensor(bounds[:-1], device=x.device)[:, None]
     return x[rows.clamp(min=0)].masked_fill(missing[..., None], 0)
 

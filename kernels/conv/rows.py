@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..blocks import BLOCK_ELEMENTS, blocks, takes_blocks
+from ..blocks import blocks, takes_blocks
 
-LEAST_ELEMENTS = BLOCK_ELEMENTS // 8  # of an average sequence, for calls that are worth their cost
+LEAST_ELEMENTS = 1 << 13  # of an average sequence: each has calls of its own
 
 
 def takes_rows(x: torch.Tensor, kernel: torch.Tensor, count: int) -> bool:

@@ -9,7 +9,7 @@ from ..conv import short_conv
 from ..norm import gated_norm
 from ..precision import as_given
 from .blocked import chunk_kda_blocked
-from .blocks import Options as BlockOptions
+from .blocks import BlockOptions
 from .chunk import chunk_kda_torch
 from .naive import (
     check_inputs,
@@ -64,9 +64,9 @@ def chunk_kda(
     ``lower_bound`` outside (-5.9, 0) (None is the unbounded gate).
 
     On a GPU bf16 and fp16 inputs run in Triton kernels (in Gluon on Hopper at head size 128), with
-    head sizes 16 to 128 and fp32 sums, gates and states; everything else runs in plain torch, on a
-    CPU with the gate in the kernel and a bound of at least -5 in a form that is made for its cache
-    and has no second derivative.
+    head sizes 16 to 128 and fp32 sums, gates and states; everything else runs in plain torch. On
+    a CPU a call with the gate in the kernel and a bound of at least -5 has a form of its own, made
+    for the cache and only once differentiable.
     """
     batch, length, _, width = q.shape
     bounds = tuple(sequence_bounds(batch, length, cu_seqlens))

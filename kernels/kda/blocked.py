@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ..precision import as_given
 from .blocked_grad import Kept, blocked_gradients
-from .blocks import Block, Factors, Inputs, Options, factors
+from .blocks import Block, BlockOptions, Factors, Inputs, factors
 from .chunk import CHUNK
 
 
@@ -29,7 +29,7 @@ def chunk_kda_blocked(
     a_log: Tensor,
     dt_bias: Tensor,
     initial_state: Tensor | None,
-    options: Options,
+    options: BlockOptions,
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[tokens, H, V]`` in v's dtype and final states ``[N, H, K, V]`` of raw inputs.
 
@@ -82,7 +82,7 @@ def _forward(
     given: Inputs,
     v: Tensor,
     initial: Tensor | None,
-    options: Options,
+    options: BlockOptions,
     kept: list[Kept] | None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and final states; what the backward pass needs of each block goes to ``kept``."""
@@ -93,7 +93,7 @@ def _forward(
     else:
         final = initial.to(given.sums.dtype, copy=True)
     out = final.new_empty(len(given.beta), CHUNK, value)
-    negative = -torch.eye(CHUNK, dtype=final.dtype)
+    negative = -torch.eye(CHUNK, dtype=final.dtype, device=final.device)
     for group in given.plan.groups:
         state = final.index_select(0, group.order).flatten(0, 1)
         for block in group.blocks:

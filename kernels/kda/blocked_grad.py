@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import Block, Factors, Inputs, Options, Source, by_head, clear, factors
+from .blocks import Block, BlockOptions, Factors, Inputs, Source, by_head, clear, factors
 from .chunk import CHUNK
 
 
@@ -39,7 +39,7 @@ def blocked_gradients(
     kept: Sequence[Kept],
     grads: tuple[Tensor | None, ...],
     wanted: Sequence[bool],
-    options: Options,
+    options: BlockOptions,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of ``q, k, v, z, beta, A_log, dt_bias`` and of the initial state, in fp32 or wider,
     from those of the outputs and final states; None for a row that is not ``wanted``."""

@@ -53,11 +53,15 @@ class Plan(NamedTuple):
     place: Tensor
 
 
-@lru_cache(maxsize=4)  # as `chunk_table`
-@torch.inference_mode(False)
+@lru_cache(maxsize=1)  # all layers share it; that of a large batch is large
 def plan(bounds: tuple[int, ...], heads: int, width: int) -> Plan:
     """The plan of sequences at ``bounds`` (flattened token offsets) with ``width`` elements a token
     and head. Sequences of no tokens are in no group."""
+    with torch.inference_mode(False), torch.device("cpu"):  # whatever mode and device are set
+        return _plan(bounds, heads, width)
+
+
+def _plan(bounds: tuple[int, ...], heads: int, width: int) -> Plan:
     edges = torch.tensor(bounds)
     chunks = (edges.diff() + CHUNK - 1) // CHUNK
     order = torch.argsort(chunks, descending=True, stable=True)[: int((chunks > 0).sum())]
@@ -103,7 +107,7 @@ def _cut(active: list[int], limit: int) -> list[tuple[tuple[int, ...], int]]:
     return [(tuple(active[a:b]), padded[b]) for a, b in pairwise([*starts, len(active)])]
 
 
-class Options(NamedTuple):
+class BlockOptions(NamedTuple):
     """What a call fixes besides its tensors."""
 
     bounds: tuple[int, ...]
@@ -160,7 +164,9 @@ class Inputs(NamedTuple):
     indices: dict[tuple[int, int], Tensor]  # as `Source.of` takes them
 
     @staticmethod
-    def of(rows: tuple[Tensor, ...], a_log: Tensor, dt_bias: Tensor, options: Options) -> Inputs:
+    def of(
+        rows: tuple[Tensor, ...], a_log: Tensor, dt_bias: Tensor, options: BlockOptions
+    ) -> Inputs:
         q, k, v, z, beta = rows
         heads, width = q.shape[1:]
         layout = plan(options.bounds, heads, max(width, v.shape[-1]))
@@ -183,7 +189,7 @@ class Inputs(NamedTuple):
             strength,
             a_log.to(dtype).exp().view(heads, 1, 1),
             dt_bias.to(dtype).view(heads, 1, width),
-            torch.full((CHUNK, CHUNK), options.lower_bound, dtype=dtype).tril_(),
+            torch.full((CHUNK, CHUNK), options.lower_bound, dtype=dtype, device="cpu").tril_(),
             indices,
         )
 
@@ -201,7 +207,7 @@ class Factors(NamedTuple):
     shrunk: Tensor  # [n, CHUNK, K] K e^-G
 
 
-def factors(given: Inputs, block: Block, norms: Tensor | None, options: Options) -> Factors:
+def factors(given: Inputs, block: Block, norms: Tensor | None, options: BlockOptions) -> Factors:
     n, width = block.span.stop - block.span.start, given.q.rows.shape[1]
     both = given.sums.new_empty(2, n, CHUNK, width)
     for x, place in zip((given.k, given.q), both, strict=True):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from ..precision import widen
 from .situ import situ_glu
 
 DENSE_ELEMENTS = 1024  # tokens x experts below which all experts run in one batched product
@@ -82,7 +83,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, source: torch.Tensor, place: torch.Tensor
     ) -> torch.Tensor:
-        ctx.place = place
+        ctx.save_for_backward(place)
         return x.index_select(0, source)
 
     @staticmethod
@@ -90,11 +91,11 @@ class _Dispatch(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *upstream: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        first, *others = ctx.place.unbind(1)
-        dx = upstream[0].index_select(0, first)
+        first, *others = ctx.saved_tensors[0].unbind(1)
+        dx = widen(upstream[0].index_select(0, first))
         for place in others:
             dx += upstream[0].index_select(0, place)
-        return dx, None, None
+        return dx.to(upstream[0].dtype), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -110,12 +111,12 @@ class _Combine(torch.autograd.Function):
         place: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(outputs, weights, order, place)
-        mixed = weights.to(outputs.dtype)
+        mixed = widen(weights.to(outputs.dtype))
         first, *others = place.unbind(1)
-        out = outputs.index_select(0, first).mul_(mixed[:, :1])
+        out = mixed[:, :1] * widen(outputs.index_select(0, first))
         for j, other in enumerate(others, 1):
-            out.addcmul_(outputs.index_select(0, other), mixed[:, j : j + 1])
-        return out
+            out.addcmul_(widen(outputs.index_select(0, other)), mixed[:, j : j + 1])
+        return out.to(outputs.dtype)
 
     @staticmethod
     @once_differentiable

@@ -16,8 +16,12 @@ def situ_glu(
 ) -> torch.Tensor:
     """``beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(up / linear_beta)``, fp32 inside.
 
-    Bounded by ``beta * linear_beta`` for any input; the result has gate's dtype.
+    ``gate`` and ``up`` have one shape ``[..., I]``, else ValueError. Bounded by ``beta *
+    linear_beta`` for any input; the result has gate's dtype. Only once differentiable in large wide
+    tensors on a CPU.
     """
+    if up.shape != gate.shape:
+        raise ValueError(f"up must be {list(gate.shape)} as gate, got {list(up.shape)}")
     if takes_blocks(gate, up):
         width = gate.shape[-1]
         rows = (gate.reshape(-1, width), up.reshape(-1, width))

@@ -15,8 +15,10 @@ __all__ = ["gated_norm", "naive_gated_norm", "naive_rms_norm", "rms_norm"]
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x rsqrt(mean(x^2) + eps) weight`` over the last dimension, in fp32 or wider.
 
-    ``x [..., V]``, ``weight [V]``; the result has x's dtype. Differentiable in both.
+    ``x [..., V]``, ``weight [V]``, else ValueError; the result has x's dtype. Differentiable in
+    both, only once in large wide tensors on a CPU.
     """
+    _check_weight(x, weight)
     if takes_blocks(x, weight):
         return NormRows.apply(_rows(x), None, weight, eps).view(x.shape)
     return naive_rms_norm(x, weight, eps)
@@ -30,13 +32,12 @@ def gated_norm(
     ``x`` and ``gate [..., V]``, ``weight [V]``, ``eps`` above 0; the result has x's dtype.
     Differentiable in all three. ValueError names a shape that does not fit.
 
-    On a GPU a 16-bit ``x`` runs in Triton kernels, only once differentiable; everything else runs
-    in plain torch.
+    On a GPU a 16-bit ``x`` runs in Triton kernels, on a CPU a large wide one block by block, both
+    only once differentiable; everything else runs in plain torch.
     """
     if gate.shape != x.shape:
         raise ValueError(f"gate must be {list(x.shape)} as x, got {list(gate.shape)}")
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must be {list(x.shape[-1:])}, got {list(weight.shape)}")
+    _check_weight(x, weight)
     if takes_kernels(x):
         from .fused import gated_norm_fused
 
@@ -44,6 +45,11 @@ def gated_norm(
     if takes_blocks(x, gate, weight):
         return NormRows.apply(_rows(x), _rows(gate), weight, eps).view(x.shape)
     return naive_gated_norm(x, gate, weight, eps)
+
+
+def _check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must be {list(x.shape[-1:])}, got {list(weight.shape)}")
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..blocks import blocks
-from ..precision import as_given
 
 
 class NormRows(torch.autograd.Function):
@@ -41,16 +40,15 @@ class NormRows(torch.autograd.Function):
         (d_out,) = upstream
         dx, d_weight = torch.empty_like(x), torch.zeros_like(weight)
         d_gate = None if gate is None else torch.empty_like(gate)
-        with as_given(d_out):
-            for some in blocks(*x.shape):
-                rows, pull, scale = x[some], d_out[some], scales[some]
-                if gate is not None and d_gate is not None:
-                    opened = torch.sigmoid(gate[some])
-                    closing = torch.mul(pull, rows, out=d_gate[some]).mul_(scale).mul_(weight)
-                    pull = pull * opened
-                    closing.mul_(opened).mul_(opened.neg_().add_(1))
-                product = pull * rows
-                d_weight += torch.mv(product.T, scale[:, 0])
-                along = torch.mv(product, weight)[:, None].mul_(scale.pow(3)).div_(-x.shape[1])
-                torch.mul(pull, weight, out=dx[some]).mul_(scale).addcmul_(rows, along)
+        for some in blocks(*x.shape):
+            rows, pull, scale = x[some], d_out[some], scales[some]
+            if gate is not None and d_gate is not None:
+                opened = torch.sigmoid(gate[some])
+                closing = torch.mul(pull, rows, out=d_gate[some]).mul_(scale).mul_(weight)
+                pull = pull * opened
+                closing.mul_(opened).mul_(opened.neg_().add_(1))
+            product = pull * rows
+            d_weight += torch.mv(product.T, scale[:, 0])
+            along = torch.mv(product, weight)[:, None].mul_(scale.pow(3)).div_(-x.shape[1])
+            torch.mul(pull, weight, out=dx[some]).mul_(scale).addcmul_(rows, along)
         return dx, d_gate, d_weight, None

@@ -14,7 +14,7 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, below
 import triton.experimental.gluon  # noqa: E402, F401  # in the same mode: launches look into it
 
-from farhorizon.kernels.attnres import fused, naive_mix, naive_mix_norm  # noqa: E402
+from farhorizon.kernels.attnres import fused, mix_norm, naive_mix, naive_mix_norm  # noqa: E402
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -258,4 +258,4 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         ([x, x], None, (w, w, w[:8]), r"next_weight must hold 16 numbers, got \[8\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            fused.mix_fused(sources, update, *weights, EPS)
+            mix_norm(sources[:-1], sources[-1], update, *weights, EPS)

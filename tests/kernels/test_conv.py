@@ -117,7 +117,7 @@ def test_results_and_gradients_are_those_of_the_definition(
             close(b.grad, c.grad, 1e-12, name)
 
 
-def test_a_cpu_and_wide_data_take_the_twin() -> None:
+def test_a_tail_on_a_cpu_takes_the_twin() -> None:
     x, kernel, tail = narrow(draw((0, 5, 9), 4, True))
     assert x is not None and kernel is not None and tail is not None
     for dtype in (torch.float32, torch.float64, torch.bfloat16):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from farhorizon.kernels.kda import blocks as kda_blocks
 from farhorizon.kernels.kda import chunk_kda, kda_gate, naive_kda, recurrent_kda
 
 HEADS, WIDTH, VALUE = 2, 8, 4
@@ -17,6 +18,15 @@ FLAGS: dict[str, bool] = {
     "use_gate_in_kernel": True,
     "use_beta_sigmoid_in_kernel": True,
 }
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks of three chunks: states go from one to the next, and groups from one to the next."""
+    monkeypatch.setattr(kda_blocks, "BLOCK", 3 * kda_blocks.CHUNK * HEADS * WIDTH)
+    kda_blocks.plan.cache_clear()
+    yield
+    kda_blocks.plan.cache_clear()
 
 
 def inputs(

@@ -69,7 +69,7 @@ def test_a_head_by_hand() -> None:
     torch.testing.assert_close(out, torch.tensor([[3.0, 2.0]]) / 13**0.5)
 
 
-def test_a_cpu_and_wide_data_take_the_twin() -> None:
+def test_few_rows_on_a_cpu_take_the_twin() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         x, gate, weight = (t.to(dtype) for t in draw(4, 2, 16))
         out = gated_norm(x, gate, weight.float(), EPS)

@@ -99,10 +99,51 @@ def test_a_sequence_has_the_same_bits_packed_and_alone() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_autocast_rounds_nothing_in_backward() -> None:
-    x, weight = (torch.randn(s).requires_grad_() for s in ((9, 64), (64,)))
-    pull = torch.randn(9, 64)
-    wanted = torch.autograd.grad(rms_norm(x, weight, EPS), [x, weight], pull)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = torch.autograd.grad(rms_norm(x, weight, EPS), [x, weight], pull)
-    torch.testing.assert_close(got, wanted)
+@pytest.mark.parametrize("strided", [False, True])
+def test_expanded_gradients_and_strided_inputs(strided: bool) -> None:
+    """`sum` hands on one number for all; heads are columns of wider rows."""
+    wide = torch.randn(9, 2, 16, dtype=torch.float64)
+    weight = torch.linspace(-1, 1, 8, dtype=torch.float64)
+
+    def mixture(of: Callable[..., Tensor], x: Tensor) -> Tensor:
+        return of([x, x * 2], weight, weight)
+
+    for own, twin in (
+        (lambda x: rms_norm(x, weight, EPS), lambda x: naive_rms_norm(x, weight, EPS)),
+        (lambda x: situ_glu(x, x * 2), lambda x: naive_situ_glu(x, x * 2)),
+        (lambda x: mixture(mix, x), lambda x: mixture(naive_mix, x)),
+    ):
+        x = (wide[:, 0, ::2] if strided else wide[:, 0, :8].clone()).requires_grad_()
+        grads = [torch.autograd.grad(form(x).sum(), x)[0] for form in (own, twin)]
+        torch.testing.assert_close(*grads, atol=1e-11, rtol=1e-10)
+
+
+def test_a_mixture_of_types() -> None:
+    """Under autocast the first block is fp32, later ones are not."""
+    sources = [torch.randn(9, 8) for _ in range(3)]
+    query, norm = torch.randn(8), torch.rand(8)
+    kinds = (torch.float32, torch.bfloat16, torch.bfloat16)
+    for given in (kinds, kinds[::-1]):
+        cast = [
+            x.to(kind, copy=True).requires_grad_() for x, kind in zip(sources, given, strict=True)
+        ]
+        results = []
+        for form in (mix, naive_mix):
+            out = form(cast, query, norm)
+            results.append([out, *torch.autograd.grad(out.float().sum(), cast)])
+        for a, b in zip(*results, strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, atol=2e-2, rtol=1e-2)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    x = torch.zeros(6, 8)
+    for call, text in (
+        (lambda: mix([x, torch.zeros(12, 8)], x[0], x[0]), r"sources\[1\] must be \[6, 8\]"),
+        (lambda: mix([x, torch.zeros(3, 16)], x[0], x[0]), r"sources\[1\] must be \[6, 8\]"),
+        (lambda: mix([x], x[0], torch.ones(1)), "norm_weight must hold 8 numbers"),
+        (lambda: situ_glu(x, torch.zeros(12, 8)), r"up must be \[6, 8\] as gate"),
+        (lambda: rms_norm(x, torch.ones(1), EPS), r"weight must be \[8\], got \[1\]"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()

@@ -164,6 +164,20 @@ def test_mistakes_come_back_as_the_user_made_them(
         made.close()
 
 
+def test_a_fault_of_our_own_keeps_the_ranks_traceback(
+    ray_local: None, tiny_checkpoint: Path
+) -> None:
+    made = learners(tiny_checkpoint, ranks=1)
+    try:
+        made.ready()
+        wrong = made.actors[0].__ray_call__.remote(lambda _: 1 / 0)
+        text = r"(?s)ray::LearnerActor.*line \d+, in <lambda>"
+        with pytest.raises(ZeroDivisionError, match=text):
+            made._results([wrong])
+    finally:
+        made.close()
+
+
 def test_an_infinite_gradient_is_named_and_stops_the_run(
     ray_local: None, tiny_checkpoint: Path
 ) -> None:

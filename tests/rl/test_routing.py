@@ -283,6 +283,14 @@ def test_a_forward_for_statistics_is_the_training_forward_to_the_bit() -> None:
     assert torch.equal(counted, trained) and not torch.equal(plain, trained)
 
 
+def test_large_forwards_for_statistics_too() -> None:
+    """Of so many tokens that each operation has its form for large tensors."""
+    policy, ids = make_policy(), torch.arange(900)[None] % 12
+    trained = policy(ids).logits
+    with torch.no_grad(), policy.routing_statistics():
+        assert torch.equal(policy(ids).logits, trained)
+
+
 def test_the_learners_own_routes_hold_over_the_steps_of_an_update(played: list[Group]) -> None:
     """R2: the first step is that of free routing; later ones take the first one's experts."""
     made = samples(played)

@@ -136,6 +136,12 @@ def test_a_users_mistake_keeps_its_type_and_its_line(pool: RolloutPool) -> None:
         pool.collect(pool.submit(tasks, 1))
 
 
+def test_a_fault_of_our_own_keeps_the_actors_traceback(pool: RolloutPool) -> None:
+    with pytest.raises(AttributeError, match=r"(?s)ray::RolloutActor\.run.*rollout/episode\.py"):
+        pool.collect(pool.submit([None], 1))  # type: ignore[list-item]
+    assert pool.collect(pool.submit(TASKS[:1], 1))[1].errors == 0
+
+
 def test_weights_change_under_running_episodes(pool: RolloutPool, tiny_checkpoint: Path) -> None:
     before, _ = pool.collect(pool.submit(TASKS, 3))
     policy = load_checkpoint(tiny_checkpoint).policy
