@@ -136,10 +136,22 @@ class KimiDeltaAttention(nn.Module):
         """``[T, 3 H K]``. One product saves a copy of the result, but copies the weights, which a
         decode step on a GPU would feel; modules that are more than their weight run as they are."""
         parts = (self.q_proj, self.k_proj, self.v_proj)
-        plain = all(type(part) is nn.Linear and not part._forward_hooks for part in parts)
-        if plain and (not x.is_cuda or len(x) >= x.shape[1]):
+        if all(map(_is_plain, parts)) and (not x.is_cuda or len(x) >= x.shape[1]):
             return F.linear(x, torch.cat([part.weight for part in parts]))
         return torch.cat([part(x) for part in parts], -1)
 
     def _gate(self, x: torch.Tensor) -> torch.Tensor:
         return self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
+
+
+def _is_plain(part: nn.Module) -> bool:
+    """Whether a linear map is nothing but its weight; hooks on all modules of a process are not
+    looked for."""
+    hooks = (
+        part._forward_hooks,
+        part._forward_pre_hooks,
+        part._backward_hooks,
+        part._backward_pre_hooks,
+    )
+    own = "forward" in vars(part)
+    return type(part) is nn.Linear and part.bias is None and not own and not any(hooks)

@@ -95,6 +95,9 @@ def _check(
         if x is not None and x.shape != shape:
             name = f"sources[{i}]" if i < len(sources) else "update"
             raise ValueError(f"{name} must be {list(shape)} as the first, got {list(x.shape)}")
+    line = shape[-1:]
     for name, x in (("query", query), ("norm_weight", norm), ("next_weight", next_norm)):
-        if x is not None and x.numel() != shape[-1]:
-            raise ValueError(f"{name} must hold {shape[-1]} numbers, got {list(x.shape)}")
+        if x is not None and x.shape != line and (name, x.shape) != ("query", (1, *line)):
+            raise ValueError(
+                f"{name} must hold {shape[-1]} numbers in one row, got {list(x.shape)}"
+            )

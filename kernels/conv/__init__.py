@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from ..device import takes_kernels
@@ -52,9 +54,10 @@ def _check(
         raise ValueError(
             f"kernel must be [C, W] for x [T, C], got {list(kernel.shape)} for {list(x.shape)}"
         )
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != x.shape[0]:
+    rising = all(a <= b for a, b in itertools.pairwise(bounds))
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != x.shape[0] or not rising:
         raise ValueError(
-            f"bounds must run from 0 to the {x.shape[0]} tokens, got {list(bounds[:8])}"
+            f"bounds must rise from 0 to the {x.shape[0]} tokens, got {list(bounds[:8])}"
         )
     wanted = (len(bounds) - 1, kernel.shape[1] - 1, x.shape[1])
     if tail is not None and tail.shape != wanted:

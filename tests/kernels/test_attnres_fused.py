@@ -254,8 +254,8 @@ def test_shapes_that_do_not_fit_are_named() -> None:
             r"sources\[1\] must be \[2, 16\] as the first, got \[1, 16\]",
         ),
         ([x, x], x[0], (w, w, w), r"update must be \[2, 16\] as the first, got \[16\]"),
-        ([x, x], None, (w[:8], w, w), r"query must hold 16 numbers, got \[8\]"),
-        ([x, x], None, (w, w, w[:8]), r"next_weight must hold 16 numbers, got \[8\]"),
+        ([x, x], None, (w[:8], w, w), r"query must hold 16 numbers in one row, got \[8\]"),
+        ([x, x], None, (w, w, w[:8]), r"next_weight must hold 16 numbers in one row, got \[8\]"),
     ):
         with pytest.raises(ValueError, match=message):
             mix_norm(sources[:-1], sources[-1], update, *weights, EPS)

@@ -235,7 +235,7 @@ def test_strided_rows_and_expanded_gradients() -> None:
             None,
             r"kernel must be \[C, W\] for x \[T, C\], got \[3, 4\] for \[5, 2\]",
         ),
-        ((2, 4), (0, 4), None, r"bounds must run from 0 to the 5 tokens, got \[0, 4\]"),
+        ((2, 4), (0, 4), None, r"bounds must rise from 0 to the 5 tokens, got \[0, 4\]"),
         ((2, 4), (0, 5), (1, 4, 2), r"tail must be \[1, 3, 2\], got \[1, 4, 2\]"),
     ],
 )

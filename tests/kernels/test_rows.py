@@ -142,6 +142,9 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         (lambda: mix([x, torch.zeros(12, 8)], x[0], x[0]), r"sources\[1\] must be \[6, 8\]"),
         (lambda: mix([x, torch.zeros(3, 16)], x[0], x[0]), r"sources\[1\] must be \[6, 8\]"),
         (lambda: mix([x], x[0], torch.ones(1)), "norm_weight must hold 8 numbers"),
+        (lambda: mix([x], x[0], torch.ones(8, 1)), "norm_weight must hold 8 numbers in one row"),
+        (lambda: mix([x], torch.ones(8, 1), x[0]), "query must hold 8 numbers in one row"),
+        (lambda: short_conv(x, torch.ones(8, 3), (0, 5, 3, 6)), "bounds must rise from 0 to the 6"),
         (lambda: situ_glu(x, torch.zeros(12, 8)), r"up must be \[6, 8\] as gate"),
         (lambda: rms_norm(x, torch.ones(1), EPS), r"weight must be \[8\], got \[1\]"),
     ):

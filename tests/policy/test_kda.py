@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from farhorizon.policy import DecodeState, PolicyConfig
 from farhorizon.policy.kda import KimiDeltaAttention
@@ -59,3 +60,37 @@ def test_the_gate_starts_as_published() -> None:
             continue
         assert 1 <= float(rate.min()) < 2 and 15 < float(rate.max()) <= 16.0001
         assert float(rate.mean()) == pytest.approx(8.5, abs=1)
+
+
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj"])
+@pytest.mark.parametrize(
+    "kind", ["wrapped", "pre-hook", "hook", "forward", "bias", "backward-hook"]
+)
+def test_what_surrounds_a_projection_acts(kind: str, part: str) -> None:
+    """Adapters, hooks and biases of the three projections, which else run as one product."""
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(PolicyConfig.tiny())
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x, packing = torch.randn(9, layer.q_proj.in_features), Packing.of((0, 9), torch.device("cpu"))
+    before = layer(x, packing, None)
+    linear: nn.Linear = getattr(layer, part)
+    called: list[str] = []
+    if kind == "wrapped":
+        setattr(layer, part, nn.Sequential(linear, nn.Hardtanh(-1e-3, 1e-3)))
+    elif kind == "pre-hook":
+        linear.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,))
+    elif kind == "hook":
+        linear.register_forward_hook(lambda _, given, out: out * 0.5 + 1)
+    elif kind == "forward":
+        linear.forward = lambda given: given[:, : linear.out_features] * 0 + 1
+    elif kind == "bias":
+        linear.bias = nn.Parameter(torch.ones(linear.out_features))
+    else:
+        linear.register_full_backward_hook(lambda *_: called.append(kind))
+    after = layer(x.requires_grad_(), packing, None)
+    after.sum().backward()
+    if kind == "backward-hook":
+        assert called
+    else:
+        assert float((after - before).detach().abs().max()) > 1e-4
