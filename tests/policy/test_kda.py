@@ -83,7 +83,7 @@ def test_what_surrounds_a_projection_acts(kind: str, part: str) -> None:
     elif kind == "hook":
         linear.register_forward_hook(lambda _, given, out: out * 0.5 + 1)
     elif kind == "forward":
-        linear.forward = lambda given: given[:, : linear.out_features] * 0 + 1
+        vars(linear)["forward"] = lambda given: given[:, : linear.out_features] * 0 + 1
     elif kind == "bias":
         linear.bias = nn.Parameter(torch.ones(linear.out_features))
     else:
