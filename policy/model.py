@@ -26,6 +26,15 @@ from .trainers import refuse, shifted_loss
 from .value import ValueHead
 from .vision import NO_TOWER, PositionTable, Projector, VisionTower, blank, placed, read_grids
 
+Sums = tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]
+
+
+def _site(
+    sums: Sums, query: nn.Linear, norm: RMSNorm, following: RMSNorm
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
+    """`mix_norm` of blocks, partial sum and its update, with the weights of three modules."""
+    return mix_norm(*sums, query.weight, norm.weight, following.weight, norm.eps)
+
 
 class DecoderLayer(nn.Module):
     """One attention and one feed-forward sub-layer, each reading a mixture over depth."""
@@ -33,7 +42,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: PolicyConfig, index: int) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.eps, self.block_size, self.index = eps, config.attn_res_block_size, index
+        self.block_size, self.index = config.attn_res_block_size, index
         self.input_layernorm = RMSNorm(hidden, eps)
         self.self_attn = GatedMLA(config) if config.is_mla(index) else KimiDeltaAttention(config)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
@@ -66,28 +75,22 @@ class DecoderLayer(nn.Module):
             x = x + self._attend(self.input_layernorm(x), packing, state)
             return blocks, x, self._feed(self.post_attention_layernorm(x))
         if blocks:
-            blocks, partial, x = mix_norm(
-                blocks,
-                partial,
-                update,
-                query=self.self_attention_res_proj.weight,
-                norm_weight=self.self_attention_res_norm.weight,
-                next_weight=self.input_layernorm.weight,
-                eps=self.eps,
+            blocks, partial, x = _site(
+                (blocks, partial, update),
+                self.self_attention_res_proj,
+                self.self_attention_res_norm,
+                self.input_layernorm,
             )
         else:
             x = self.input_layernorm(partial)
         update = self._attend(x, packing, state)
         if self.index % self.block_size == 0:
             blocks, partial, update = (*blocks, partial), update, None
-        blocks, partial, x = mix_norm(
-            blocks,
-            partial,
-            update,
-            query=self.mlp_res_proj.weight,
-            norm_weight=self.mlp_res_norm.weight,
-            next_weight=self.post_attention_layernorm.weight,
-            eps=self.eps,
+        blocks, partial, x = _site(
+            (blocks, partial, update),
+            self.mlp_res_proj,
+            self.mlp_res_norm,
+            self.post_attention_layernorm,
         )
         return blocks, partial, self._feed(x)
 
@@ -106,7 +109,6 @@ class PolicyModel(nn.Module):
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
-        self.eps = config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, i) for i in range(config.num_hidden_layers)
@@ -152,14 +154,11 @@ class PolicyModel(nn.Module):
         for layer in self.layers:
             blocks, partial, update = layer(blocks, partial, update, packing, state)
         if self.attention_residuals:
-            return mix_norm(
-                blocks,
-                partial,
-                update,
-                query=self.output_attn_res_proj.weight,
-                norm_weight=self.output_attn_res_norm.weight,
-                next_weight=self.norm.weight,
-                eps=self.eps,
+            return _site(
+                (blocks, partial, update),
+                self.output_attn_res_proj,
+                self.output_attn_res_norm,
+                self.norm,
             )[2]
         return self.norm(partial if update is None else partial + update)
 
