@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from ..device import takes_kernels
 from ..precision import widen
 from .situ import situ_glu
 
@@ -46,11 +47,25 @@ def grouped_experts(
 ) -> torch.Tensor:
     """Weighted sum of each token's experts, in the order of its routes.
 
-    ``x [T, D]``, ``w1, w3 [E, I, D]``, ``w2 [E, D, I]``, ``experts [T, k]``, ``weights [T, k]`` ->
-    ``[T, D]``. ``activation`` holds SiTU's two bounds; None is SwiGLU. ``dense`` runs all
-    experts on all tokens; None does so for few tokens without gradients. It rounds differently.
+    ``x [T, D]``, ``w1, w3 [E, I, D]``, ``w2 [E, D, I]``, ``experts [T, k]`` below E, ``weights [T,
+    k]`` -> ``[T, D]``. ``activation`` holds SiTU's two bounds; None is SwiGLU. Differentiable in
+    all but ``experts``, once on a GPU. ValueError for weights of another type than x.
+
+    16-bit numbers on a GPU run in kernels that never wait for it: what they keep for the backward
+    pass are the inputs and what the activation is made of, and a token has the same bits in any
+    company. Elsewhere ``dense`` runs all experts on all tokens; None does so for few tokens without
+    gradients. It rounds differently.
     """
     num_experts, tokens, k = len(w1), len(x), experts.shape[1]
+    if takes_kernels(x) and not dense:
+        for name, w in (("w1", w1), ("w2", w2), ("w3", w3)):
+            if w.dtype != x.dtype:
+                raise ValueError(f"{name} must be {x.dtype} as x, got {w.dtype}")
+        from .grouped import GroupedExperts
+
+        inputs = (x, w1, w2, w3, experts, weights)
+        save = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
+        return GroupedExperts.apply(*inputs, activation, save)  # type: ignore[no-any-return]
     if dense is None:
         dense = not torch.is_grad_enabled() and tokens * num_experts <= DENSE_ELEMENTS
     if dense:
