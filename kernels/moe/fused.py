@@ -20,16 +20,17 @@ from .gluon_histogram import count_hopper_kernel
 from .histogram import NUM_BINS, Counts, QuantileHistogram
 from .route import MOST_CHOICES
 from .triton_histogram import count_kernel
-from .triton_router import mix_kernel, product_kernel, select_kernel
+from .triton_router import product_kernel, select_kernel
 
 ELEMENTS = 1 << 26  # logits that exist at once: 256 MiB
 PART = torch.bfloat16  # of numbers in fp32, two of which stand for one
 STEP, STAGES = 64, 3  # of the product: terms of a sum at once, and tiles on their way
 FEW_ROWS = 1024  # of a product, which then takes small tiles
 COLUMNS = 64  # in which `select_kernel` looks for large numbers
-MIX_TOKENS, COUNT_TILE = 64, (32, 32)
-# Experts of a program, tokens of a step and of a program, and programs that share an SM.
-HOPPER_EXPERTS, HOPPER_TOKENS, HOPPER_SHARE, HOPPER_PROGRAMS = 16, 256, 4096, 3
+SELECT_REGISTERS = 64  # of a thread, so that an SM holds its 32 programs
+COUNT_TILE = 32, 32
+# Experts of a program, its warps, tokens that a thread reads at once, and programs of an SM.
+HOPPER_EXPERTS, HOPPER_WARPS, HOPPER_DEPTH, HOPPER_PROGRAMS = 16, 8, 8, 3
 
 Tensor = torch.Tensor
 
@@ -84,9 +85,21 @@ def product(x: Tensor, weight: Tensor, out: Tensor, terms: int = 1) -> None:
         )
 
 
-def select(values: Tensor, bias: Tensor, k: int, logits: bool, experts: Tensor) -> Tensor:
+def select(
+    values: Tensor,
+    bias: Tensor,
+    k: int,
+    logits: bool,
+    experts: Tensor,
+    mixed: tuple[Tensor, Tensor] | None = None,
+    given: tuple[Tensor, Tensor] | None = None,
+    load: Tensor | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
     """The cutoff ``[T]`` of `route` for contiguous ``values [T, E]``, which are scores, or
-    ``logits`` of them; ``experts [T, k]`` int64 takes the choice."""
+    ``logits`` of them; ``experts [T, k]`` int64 takes the choice, or what is ``given``. Into
+    ``mixed``, both ``[T, k]`` fp32, go the scores of the experts and the mixing weights; ``load``
+    and ``valid`` as in `Counts`."""
     tokens, num_experts = values.shape
     padded = power_of_two(num_experts)
     columns = min(padded, max(COLUMNS, padded // 16))
@@ -94,45 +107,30 @@ def select(values: Tensor, bias: Tensor, k: int, logits: bool, experts: Tensor) 
     room = min(MOST_CHOICES, power_of_two(max(8, wanted * 3 // 2)))
     candidates = torch.empty(tokens, room, dtype=torch.int32, device=values.device)
     cutoff = torch.empty(tokens, dtype=torch.float32, device=values.device)
+    routes, known = (given[0].contiguous(), given[1]) if given else (None, None)
+    warps = max(1, padded // 1024)
+    limits = {"maxnreg": SELECT_REGISTERS} if values.is_cuda and warps == 1 else {}
     if tokens:
         with on_device_of(values):
             launch(select_kernel)[(tokens,)](
-                *(values, bias.float().contiguous(), candidates, experts, cutoff),
+                *(values, bias.float().contiguous(), routes, byte_mask(known), byte_mask(valid)),
+                *(candidates, experts, cutoff, *(mixed or (None, None)), load),
                 E=num_experts,
                 K=k,
                 A=padded // columns,
                 B=columns,
                 C=room,
+                S=power_of_two(k),
                 LOGITS=logits,
+                GIVEN=given is not None,
+                MIX=mixed is not None,
+                COUNT=load is not None,
+                MASKED=valid is not None,
                 FAST=values.is_cuda,
-                num_warps=max(1, padded // 1024),
+                num_warps=warps,
+                **limits,
             )
     return cutoff
-
-
-def mix(
-    logits: Tensor,
-    experts: Tensor,
-    load: Tensor | None,
-    valid: Tensor | None,
-    weights: Tensor,
-    chosen: Tensor,
-) -> None:
-    """Into ``weights`` and ``chosen``, both ``[T, k]`` fp32, the mixing weights of the experts and
-    their scores; ``load`` and ``valid`` as in `Counts`."""
-    tokens, k = experts.shape
-    with on_device_of(logits):
-        launch(mix_kernel)[(-(-tokens // MIX_TOKENS),)](
-            *(logits, experts, byte_mask(valid), weights, chosen, load, tokens),
-            E=logits.shape[1],
-            K=k,
-            KP=power_of_two(k),
-            BT=MIX_TOKENS,
-            MASKED=valid is not None,
-            COUNT=load is not None,
-            LOGITS=True,
-            FAST=logits.is_cuda,
-        )
 
 
 def byte_mask(valid: Tensor | None) -> Tensor | None:
@@ -160,10 +158,14 @@ def count(
     with on_device_of(values):
         if is_hopper(values.device):
             groups = -(-num_experts // HOPPER_EXPERTS)
-            resident = HOPPER_PROGRAMS * processors(values.device) // groups
-            share = max(HOPPER_SHARE, -(-tokens // max(1, resident)))
-            launch(count_hopper_kernel)[(groups, -(-tokens // share))](
-                *(*given, share), **fixed, BT=HOPPER_TOKENS, BE=HOPPER_EXPERTS, num_warps=8
+            tiles = -(-tokens * HOPPER_EXPERTS // (32 * HOPPER_WARPS * HOPPER_DEPTH))
+            shares = HOPPER_PROGRAMS * processors(values.device) // groups
+            launch(count_hopper_kernel)[(groups, max(1, min(shares, tiles)))](
+                *given,
+                **fixed,
+                BE=HOPPER_EXPERTS,
+                DEPTH=HOPPER_DEPTH,
+                num_warps=HOPPER_WARPS,
             )
         else:
             grid = [-(-n // block) for n, block in zip(values.shape, COUNT_TILE, strict=True)]
@@ -212,12 +214,10 @@ class Routing(torch.autograd.Function):
         for some in blocks(tokens, num_experts):
             logits = buffer[: some.stop - some.start]
             product(parts_of(x[some], dtype, split[0]), matrix, logits, 1 + sum(split))
-            cutoff = select(logits, bias, k, True, experts[some])
-            if given is not None:
-                taken, known = (t[some] for t in given)
-                experts[some] = torch.where(known[:, None], taken.long(), experts[some])
             counted = None if valid is None else valid[some]
-            mix(logits, experts[some], load, counted, weights[some], chosen[some])
+            mixed = chosen[some], weights[some]
+            taken = None if given is None else (given[0][some], given[1][some])
+            cutoff = select(logits, bias, k, True, experts[some], mixed, taken, load, counted)
             if histogram is not None:
                 count(histogram, logits, cutoff, counted, True)
         ctx.save_for_backward(x, weight, experts, weights, chosen)
@@ -232,19 +232,19 @@ class Routing(torch.autograd.Function):
         x, weight, experts, weights, chosen = ctx.saved_tensors
         total = chosen.sum(1, keepdim=True) + 1e-20
         d_chosen = (d_weights - (d_weights * weights).sum(1, keepdim=True)) / total
-        d_logits = (d_chosen * chosen * (1 - chosen)).to(x.dtype)
+        narrow = x.dtype == torch.bfloat16  # fp16 would lose small gradients
+        d_logits = (d_chosen * chosen * (1 - chosen)).to(x.dtype if narrow else torch.float32)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         d_weight = weight.new_zeros(weight.shape, dtype=torch.float32)
-        narrow = x.dtype != torch.float32
         turned = parts_of(weight.t(), x.dtype, False) if narrow else weight.float()
         with as_given(x):
             for some in blocks(len(x), len(weight)):
-                dense = x.new_zeros(some.stop - some.start, len(weight))
+                dense = d_logits.new_zeros(some.stop - some.start, len(weight))
                 dense.scatter_(1, experts[some], d_logits[some])
                 if narrow:
                     product(parts_of(dense, x.dtype, False), turned, dx[some])
                     d_weight += torch.mm(dense.t(), x[some], out_dtype=torch.float32)  # pyright: ignore[reportCallIssue, reportArgumentType]
                 else:
-                    torch.mm(dense, turned, out=dx[some])
-                    d_weight += torch.mm(dense.t(), x[some])
+                    dx[some] = torch.mm(dense, turned)
+                    d_weight += torch.mm(dense.t(), x[some].float())
         return dx, d_weight.to(weight.dtype), None, None, None, None

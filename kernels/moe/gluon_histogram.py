@@ -21,7 +21,41 @@ def scores_of(x, LOGITS: gl.constexpr):
     return x
 
 
-@gluon.jit(do_not_specialize=["tokens", "share"])
+@gluon.jit
+def bits_of(
+    score, top, bottom, per, kept, BINS: gl.constexpr, SOME: gl.constexpr, LOGITS: gl.constexpr
+):
+    """The bin of every score in the last bits of 2^23 as fp32; with ``SOME``, 1023 where not
+    ``kept``."""
+    bins = (top[:, None] - scores_of(score, LOGITS) - bottom) * per
+    # the maximum with what is no number is the other one
+    bins = gl.minimum(gl.maximum(bins, 0.0), BINS - 1.0)
+    if SOME:
+        bins = gl.where(kept, bins, 1023.0)
+    return gl.inline_asm_elementwise(
+        "add.rz.f32 $0, $1, 0f4B000000;", "=r,f", [bins], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def read(place, mask, SOME: gl.constexpr):
+    return gl.load(place, mask=mask, other=0.0) if SOME else gl.load(place)
+
+
+@gluon.jit
+def increment(address):
+    """Add 1 to the 32 bits at each address in shared memory."""
+    gl.inline_asm_elementwise(
+        "red.shared.add.u32 [$1], 1; mov.b32 $0, 0;",
+        "=r,r",
+        [address],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit(do_not_specialize=["tokens"])
 def count_hopper_kernel(
     values,
     cutoff,
@@ -31,68 +65,88 @@ def count_hopper_kernel(
     counts,
     counted,
     tokens,
-    share,
     E: gl.constexpr,
     BINS: gl.constexpr,
-    BT: gl.constexpr,
     BE: gl.constexpr,
+    DEPTH: gl.constexpr,
     MASKED: gl.constexpr,
     LOGITS: gl.constexpr,
 ):
-    """As `count_kernel`, for ``share`` tokens of ``BE`` experts; grid (E / BE, tokens / share).
+    """As `count_kernel`, for ``BE`` experts; grid (E / BE, programs that share the tokens).
 
-    Nothing but the table may take shared memory: its address is that of all of it. ``BINS`` is at
-    most 1024, the columns of the table.
+    A row of the table holds one bin of all ``BE`` experts, 16 or 32. A lane of a warp has one
+    expert, so that lanes hit different banks whatever their bins are, or two at most hit one. A
+    thread reads ``DEPTH`` tokens while it counts those before. Nothing but the table may take
+    shared memory: its address is that of all of it. ``BINS`` is below 1024, the rows of the table.
     """
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
-    tile: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BE, BE // 4], [8, 1], [1, 0])
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    table = gl.allocate_shared_memory(gl.int32, [BE, 1024], plain)
-    for one in range(BE):
-        table.index(one).store(gl.zeros([1024], gl.int32, flat))
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = 32 // BE
+    BT: gl.constexpr = LANES * WARPS * DEPTH
+    SOME: gl.constexpr = MASKED or E % BE > 0
+    tile: gl.constexpr = gl.BlockedLayout([DEPTH, 1], [LANES, BE], [WARPS, 1], [1, 0])
+    wide: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BE, BE // 4], [WARPS, 1], [1, 0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    PARTS: gl.constexpr = 128 // WARPS
+    table = gl.allocate_shared_memory(gl.int32, [PARTS, 8 * WARPS, BE], plain)
+    for part in range(PARTS):
+        table.index(part).store(gl.zeros([8 * WARPS, BE], gl.int32, wide))
     gl.thread_barrier()
-    first = gl.program_id(1) * share
     row = gl.arange(0, BT, layout=gl.SliceLayout(1, tile))
-    column = gl.arange(0, BE, layout=gl.SliceLayout(0, tile))
-    expert = gl.program_id(0) * BE + column
-    bottom, step = gl.load(low), gl.load(scale)
-    limit = gl.minimum(first + share, tokens)
+    expert = gl.arange(0, BE, layout=gl.SliceLayout(0, tile))
+    # Where the counts of an expert begin, less what the bits of 2^23 come to, as 32 bits wrap.
+    HIDDEN: gl.constexpr = ((1 << 31) - 0x4B000000 * BE * 4) % (1 << 32) - (1 << 31)
+    begin = gl.inline_asm_elementwise(
+        "{.reg .b32 a; mov.b32 a, global_smem; add.u32 $0, $1, a;}",
+        "=r,r",
+        [expert * 4 + HIDDEN],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )[None, :]
+    share, shares = gl.program_id(1), gl.num_programs(1)
+    mine = (gl.program_id(0) * BE + expert < E)[None, :]
+    own = values + gl.program_id(0) * BE + row.to(gl.int64)[:, None] * E + expert[None, :]
+    bottom, per = gl.load(low), gl.load(scale)
     number = gl.zeros([BT], gl.int32, gl.SliceLayout(1, tile))
-    for start in range(first, limit, BT):
-        token = start + row
-        inside = token < limit
+    whole = tokens // BT
+    if share < whole:
+        score = read(own + share.to(gl.int64) * (BT * E), mine, E % BE > 0)
+        top = gl.load(cutoff + share * BT + row)
+        for at in range(share, whole, shares):
+            later = gl.minimum(at + shares, whole - 1)  # behind the last one, that again
+            ahead = read(own + later.to(gl.int64) * (BT * E), mine, E % BE > 0)
+            over = gl.load(cutoff + later * BT + row)
+            kept = mine
+            if MASKED:
+                inside = gl.load(valid + at * BT + row) != 0
+                number += inside.to(gl.int32)
+                kept &= inside[:, None]
+            bits = bits_of(score, top, bottom, per, kept, BINS, SOME, LOGITS)
+            increment(bits * (BE * 4) + begin)
+            score, top = ahead, over
+    if share == whole % shares:
+        inside = whole * BT + row < tokens
         if MASKED:
-            inside = inside & (gl.load(valid + token, mask=inside, other=0) != 0)
-        number += inside.to(gl.int32)
-        mask = inside[:, None] & (expert < E)[None, :]
-        place = token.to(gl.int64)[:, None] * E + expert[None, :]
-        score = scores_of(gl.load(values + place, mask=mask, other=0.0), LOGITS)
-        top = gl.load(cutoff + token, mask=inside, other=0.0)
-        bins = (top[:, None] - score - bottom) * step
-        # the maximum with what is no number is the other one; what does not count has a bin too
-        bins = gl.minimum(gl.maximum(bins, 0.0), BINS - 1.0)
-        bins = gl.where(mask, bins, 1023.0)
-        begin = gl.full([BT, BE], 0, gl.int32, tile) + (column * 4096)[None, :]
-        gl.inline_asm_elementwise(
-            """{
-            .reg .f32 x; .reg .b32 a, b;
-            add.rz.f32 x, $1, 0f4B000000;
-            mov.b32 a, x; and.b32 a, a, 1023; shl.b32 a, a, 2; add.u32 a, a, $2;
-            mov.b32 b, global_smem; add.u32 a, a, b;
-            red.shared.add.u32 [a], 1;
-            mov.b32 $0, 0;
-            }""",
-            "=r,f,r",
-            [bins, begin],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            inside &= gl.load(valid + whole * BT + row, mask=inside, other=0) != 0
+            number += inside.to(gl.int32)
+        kept = mine & inside[:, None]
+        score = read(own + whole.to(gl.int64) * (BT * E), kept, True)
+        top = gl.load(cutoff + whole * BT + row, mask=inside, other=0.0)
+        bits = bits_of(score, top, bottom, per, kept, BINS, True, LOGITS)
+        increment(bits * (BE * 4) + begin)
     if gl.program_id(0) == 0:
-        gl.atomic_add(counted + 0 * row, number.to(gl.int64), sem="relaxed")
+        if MASKED:
+            gl.atomic_add(counted + 0 * row, number.to(gl.int64), sem="relaxed")
+        elif share == 0:
+            gl.atomic_add(counted, tokens.to(gl.int64), sem="relaxed")
     gl.thread_barrier()
-    bin = gl.arange(0, 1024, layout=flat)
-    for one in range(gl.minimum(BE, E - gl.program_id(0) * BE)):
-        found = table.index(one).load(flat)
-        bins_of = counts + (gl.program_id(0) * BE + one) * BINS
-        gl.atomic_add(bins_of + bin, found, mask=(found > 0) & (bin < BINS), sem="relaxed")
+    # A warp turns 8 bins around: in memory the bins of an expert are neighbours.
+    down: gl.constexpr = gl.BlockedLayout([8 // LANES, 1], [LANES, BE], [WARPS, 1], [1, 0])
+    across: gl.constexpr = gl.BlockedLayout([1, BE // 4], [8, 4], [WARPS, 1], [0, 1])
+    bin = gl.arange(0, 8 * WARPS, layout=gl.SliceLayout(1, across))[:, None]
+    taker = gl.program_id(0) * BE + gl.arange(0, BE, layout=gl.SliceLayout(0, across))[None, :]
+    into = counts + taker * BINS + bin
+    for part in range(PARTS):
+        found = gl.convert_layout(table.index(part).load(down), across)
+        first = part * 8 * WARPS
+        gl.atomic_add(into + first, found, mask=(found > 0) & (first + bin < BINS), sem="relaxed")

@@ -25,16 +25,18 @@ def router(
     Scores are fp32 or wider whatever autocast says. ``given`` routes [T, k] are taken where their
     mask [T] is set. Differentiable in ``x`` and ``weight`` through the weights, on a GPU once.
     ``counts`` are added to in place. ValueError for a k out of range, and for routes that were
-    given for another number of tokens.
+    given for another number of tokens or experts.
 
     On a GPU it runs in Triton kernels where `route` does. Products of 16-bit numbers are exact;
-    fp32 ones are taken as sums of two bf16, good to 2^-16. Gradients of a 16-bit x pass through its
-    type.
+    fp32 ones are taken as sums of two bf16, good to 2^-16. For a bf16 x, gradients of logits are
+    rounded to bf16.
     """
     if not 1 <= k <= len(weight):
         raise ValueError(f"k must lie in [1, {len(weight)}], got {k}")
     if given is not None and len(given[0]) != len(x):
         raise ValueError(f"routes of {len(given[0])} tokens for {len(x)} tokens")
+    if given is not None and given[0].shape[1] != k:
+        raise ValueError(f"routes of {given[0].shape[1]} experts for k = {k}")
     if takes_selection(x, len(weight), k):
         from .fused import Routing
 

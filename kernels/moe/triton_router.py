@@ -55,8 +55,8 @@ def product_kernel(
 
 @triton.jit
 def key_of(x, FAST: tl.constexpr):
-    """A 32-bit integer in the order of fp32 numbers; 0 and -0 are equal, NaN is above all."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    """A 32-bit integer in the order of fp32 numbers that are not -0; NaN is above all."""
+    bits = x.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     # a GPU's sums have one NaN only, and its bits are those of the highest key
     return key if FAST else tl.where(x != x, 0x7FFFFFFF, key)
@@ -69,13 +69,19 @@ def number_of(key):
 
 
 @triton.jit
-def biased_key(values, bias, place, inside, LOGITS: tl.constexpr, FAST: tl.constexpr):
-    """Keys of the biased scores at ``place``; below those of all numbers outside."""
+def score_at(values, place, inside, LOGITS: tl.constexpr, FAST: tl.constexpr):
+    """Scores at ``place``, of which ``values`` are the logits with ``LOGITS``."""
     score = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
-    if LOGITS:
-        score = sigmoid(score, FAST)
-    key = key_of(score + tl.load(bias + place, mask=inside, other=0.0), FAST)
-    return tl.where(inside, key, LOWEST)
+    return sigmoid(score, FAST) if LOGITS else score
+
+
+@triton.jit
+def biased_key(score, bias, place, inside, LOGITS: tl.constexpr, FAST: tl.constexpr):
+    """Keys of scores with the thresholds at ``place``; below those of all numbers outside."""
+    biased = score + tl.load(bias + place, mask=inside, other=0.0)
+    if not LOGITS:
+        biased += 0.0  # -0 becomes 0; what the sigmoid yields is no -0, nor are sums with it
+    return tl.where(inside, key_of(biased, FAST), LOWEST)
 
 
 @triton.jit
@@ -90,28 +96,48 @@ def upper_middle(low, high):
 def select_kernel(
     values,
     bias,
+    given,
+    known,
+    valid,
     candidates,
     experts,
     cutoff,
+    chosen,
+    weights,
+    load,
     E: tl.constexpr,
     K: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
     C: tl.constexpr,
+    S: tl.constexpr,
     LOGITS: tl.constexpr,
+    GIVEN: tl.constexpr,
+    MIX: tl.constexpr,
+    COUNT: tl.constexpr,
+    MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """The best ``K`` of ``E`` experts of one token in falling order, and the biased score of the
     next; grid (tokens). ``values [T, E]`` are scores, or with ``LOGITS`` what the sigmoid makes
     scores. ``A <= 16`` rows of ``B`` hold those of a token. ``candidates [T, C]`` is room to work
-    in, ``C`` at least the smaller of K + 1 and E."""
+    in, ``C`` at least the smaller of K + 1 and E.
+
+    With ``GIVEN``, tokens where ``known`` is not 0 take the experts ``given [T, K]`` instead. With
+    ``MIX``, ``chosen [T, K]`` takes the scores of the experts, and ``weights`` their shares of the
+    sum; ``S`` is the power of two that ``K`` is padded to. With ``COUNT``, ``load [E]`` takes the
+    number of routes, with ``MASKED`` of tokens where ``valid`` is not 0.
+    """
     wanted: tl.constexpr = min(K + 1, E)
-    token = tl.program_id(0).to(tl.int64)
+    # backwards: the cache still holds the logits that were written last
+    token = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     values += token * E
     candidates += token * C
+    experts += token * K
     row, column = tl.arange(0, A)[:, None], tl.arange(0, B)
     place = row * B + column[None, :]
-    key = biased_key(values, bias, place, place < E, LOGITS, FAST)
+    score = score_at(values, place, place < E, LOGITS, FAST)
+    key = biased_key(score, bias, place, place < E, LOGITS, FAST)
     # Of the largest in every column, enough lie at or above `low`: so do the best of the token.
     low = tl.full([], LOWEST + 1, tl.int32)
     if wanted <= min(B, E):
@@ -153,50 +179,37 @@ def select_kernel(
     i = tl.arange(0, C)
     real = i < count
     expert = tl.load(candidates + i, mask=real, other=0)
-    key = biased_key(values, bias, expert, real, LOGITS, FAST)
+    score = score_at(values, expert, real, LOGITS, FAST)
+    key = biased_key(score, bias, expert, real, LOGITS, FAST)
     packed = (key.to(tl.int64) << 32) | (NUMBERS - expert)
     rank = tl.sum((packed[:, None] > packed[None, :]).to(tl.int32), 0)
-    tl.store(experts + token * K + rank, expert.to(tl.int64), mask=real & (rank < K))
+    best = real & (rank < K)
+    tl.store(experts + rank, expert.to(tl.int64), mask=best)
     if K < E:
         tl.store(cutoff + token + 0 * rank, number_of(key), mask=real & (rank == K))
     else:
         tl.store(cutoff + token, -float("inf"))
-
-
-@triton.jit(do_not_specialize=["rows"])
-def mix_kernel(
-    values,
-    experts,
-    valid,
-    weights,
-    chosen,
-    load,
-    rows,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    BT: tl.constexpr,
-    MASKED: tl.constexpr,
-    COUNT: tl.constexpr,
-    LOGITS: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """Scores ``chosen [T, K]`` of the experts, and as shares of their sum ``weights``, of ``BT``
-    tokens; grid (T / BT). With ``COUNT``, ``load [E]`` takes the number of routes of the tokens
-    where ``valid`` is not 0, of all without ``MASKED``. ``KP`` is the power of two that ``K`` is
-    padded to."""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    slot = tl.arange(0, KP)
-    inside = (token < rows)[:, None] & (slot < K)[None, :]
-    token = token.to(tl.int64)
-    place = token[:, None] * K + slot[None, :]
-    expert = tl.load(experts + place, mask=inside, other=0)
-    score = tl.load(values + token[:, None] * E + expert, mask=inside, other=0.0).to(tl.float32)
-    if LOGITS:
-        score = tl.where(inside, sigmoid(score, FAST), 0.0)
-    tl.store(chosen + place, score, mask=inside)
-    tl.store(weights + place, score / (tl.sum(score, 1) + 1e-20)[:, None], mask=inside)
+    slot = tl.arange(0, S)
+    taken = slot < K
+    if MIX:
+        chosen += token * K
+        tl.store(chosen + rank, score, mask=best)
+        tl.debug_barrier()
+        share = tl.load(chosen + slot, mask=taken, other=0.0)
+        if GIVEN and tl.load(known + token) != 0:
+            other = tl.load(given + token * K + slot, mask=taken, other=0).to(tl.int64)
+            share = tl.where(taken, score_at(values, other, taken, LOGITS, FAST), 0.0)
+            tl.store(experts + slot, other, mask=taken)
+            tl.store(chosen + slot, share, mask=taken)
+        tl.store(weights + token * K + slot, share / (tl.sum(share, 0) + 1e-20), mask=taken)
     if COUNT:
         if MASKED:
-            inside &= (tl.load(valid + token, mask=token < rows, other=0) != 0)[:, None]
-        tl.atomic_add(load + expert, tl.full([BT, KP], 1, tl.int64), mask=inside, sem="relaxed")
+            counted = tl.load(valid + token) != 0
+            best &= counted
+            taken &= counted
+        if GIVEN:
+            tl.debug_barrier()
+            number = tl.load(experts + slot, mask=taken, other=0)
+            tl.atomic_add(load + number, tl.full([S], 1, tl.int64), mask=taken, sem="relaxed")
+        else:
+            tl.atomic_add(load + expert, tl.full([C], 1, tl.int64), mask=best, sem="relaxed")

@@ -99,6 +99,42 @@ def test_gradients_are_those_of_the_twin(experts: int, k: int, width: int, wide:
         assert relative(ours.grad, twin.grad) < (1e-4 if wide == "both" else 4e-3)
 
 
+def test_gradients_below_the_range_of_fp16_reach_the_weights() -> None:
+    """A sum over tokens of terms that fp16 would round to 0, and dx, which it does round."""
+    x, weight, bias = draw(2000, 128, 256, torch.float16)
+    wide = weight.float().requires_grad_()
+    weights = router(x, wide, bias, 8)[1]
+    d_weights = torch.randn_like(weights)
+    (small,) = torch.autograd.grad(weights, wide, d_weights * 2.0**-30, retain_graph=True)
+    (large,) = torch.autograd.grad(weights, wide, d_weights)
+    assert float(small.abs().max()) > 0 and relative(small * 2.0**30, large) < 1e-5
+
+
+def test_experts_that_all_are_chosen() -> None:
+    x, weight, bias = draw(3000, 40, 256)
+    valid = torch.rand(3000, device="cuda") > 0.5
+    counts = counted(bias, 40, valid)
+    found, weights = router(x, weight, bias, 40, counts=counts)
+    scores = torch.sigmoid(x.double() @ weight.double().T)
+    assert torch.equal(found.sort(1).values, torch.arange(40, device="cuda").expand(3000, 40))
+    assert float((weights - mixing_weights(scores, found)).abs().max()) < 1e-6
+    assert bool((counts.load == valid.sum()).all()) and int(table_of(counts).tokens) == valid.sum()
+    assert not bool(table_of(counts).counts.any())
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 128, 255, 256, 1025, 9000])
+def test_counts_of_any_number_of_tokens(tokens: int) -> None:
+    x, weight, bias = draw(tokens, 100, 64)
+    ours, twin = counted(bias, 7), counted(bias, 7)
+    router(x, weight, bias, 7, counts=ours)
+    naive_router(x, weight, bias, 7, counts=twin)
+    assert int(table_of(ours).tokens) == tokens and int(ours.load.sum()) == 7 * tokens
+    assert bool((table_of(ours).counts.sum(1) == tokens).all())
+    # a score that is rounded otherwise may be in the next bin
+    moved = (table_of(ours).counts - table_of(twin).counts).cumsum(1).abs().max()
+    assert int(moved) <= max(1, tokens // 500)
+
+
 @pytest.mark.parametrize(("experts", "k", "width"), SHAPES)
 def test_a_token_has_the_same_bits_in_any_company(experts: int, k: int, width: int) -> None:
     """Also across the sizes at which the tiles change."""

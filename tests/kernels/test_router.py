@@ -32,7 +32,6 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def small(loops: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that a few tokens fill several. The interpreter cannot multiply bf16."""
     torch.manual_seed(0)
-    monkeypatch.setattr(fused, "MIX_TOKENS", 8)
     monkeypatch.setattr(fused, "COUNT_TILE", (8, 16))
     monkeypatch.setattr(fused, "PART", torch.float16)
 
@@ -148,8 +147,11 @@ def test_numbers_of_fp32_are_multiplied_in_two_parts() -> None:
 
 
 def test_a_token_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also across the sizes at which the tiles change."""
     monkeypatch.setattr(fused, "FEW_ROWS", 10)
     x, weight, bias = (t.float() for t in draw(40, 24, 40))
+    if not GPU:  # NumPy's sums go in another order in other rows: let them be exact
+        x, weight = ((t * 8).round() / 8 for t in (x, weight))
     whole = run([x, weight, bias], 4)
     for begin, end in ((0, 9), (37, 38), (5, 40)):
         part = run([x[begin:end], weight, bias], 4)
@@ -184,10 +186,14 @@ def test_routes_that_are_given_are_taken_and_counted() -> None:
     taken, mixed = run([x, weight, bias], 3, (given, known), counts)
     expected = torch.where(known[:, None], given.long(), own)
     assert torch.equal(taken, expected) and torch.equal(mixed[~known], weights[~known])
+    masked = Counts(torch.zeros_like(counts.load), None, ~known)
+    run([x, weight, bias], 3, (given, known), masked)
+    assert torch.equal(masked.load, torch.bincount(own[~known].flatten(), minlength=20))
     scores = torch.sigmoid(x @ weight.T).gather(1, expected)
     torch.testing.assert_close(mixed, scores / scores.sum(1, keepdim=True), atol=1e-6, rtol=1e-5)
     assert torch.equal(counts.load, torch.bincount(given[known].flatten().long(), minlength=20))
-    again = run([x, weight, bias], 3, (own, known))
+    apart = torch.stack([own, own], 1).to(torch.uint8)[:, 1]  # of one layer among several
+    again = run([x, weight, bias], 3, (apart, known))
     assert torch.equal(again[0], own) and torch.equal(again[1], weights)
 
 
@@ -287,6 +293,8 @@ def test_what_does_not_fit_is_named() -> None:
     given = torch.zeros(3, 2, dtype=torch.long), torch.ones(3, dtype=torch.bool)
     with pytest.raises(ValueError, match="routes of 3 tokens for 2 tokens"):
         router(x, weight, bias, 2, given)
+    with pytest.raises(ValueError, match="routes of 2 experts for k = 3"):
+        router(torch.zeros(3, 8), weight, bias, 3, given)
 
 
 def test_a_cpu_takes_the_twin() -> None:
