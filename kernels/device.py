@@ -28,7 +28,9 @@ def processors(device: torch.device) -> int:
 
 def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
     """Kernels are launched on the current device: make that the one of ``x``."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def launch(kernel: Any) -> Any:

@@ -8,21 +8,28 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..device import launch, on_device_of
+from ..device import is_hopper, launch, on_device_of, processors
+from .gluon_mix import mix_hopper_kernel
+from .gluon_mix_backward import mix_backward_hopper_kernel
+from .plans import (
+    BACKWARD_RESIDENT,
+    backward_plan,
+    forward_plan,
+    forward_tile,
+    rows_each,
+    tile_of,
+)
 from .triton_mix import finish_kernel, mix_backward_kernel, mix_kernel
 
-LINE = 8  # adjacent elements that a thread loads at once, 16 bytes of bf16
-# Forward, where a row is short: half of the warps for a row, so that more rows are on their way.
-SHORT, SHORT_LINE, SHORT_RESIDENT = 4096, 16, 16
-WARPS = 16  # of a program, which takes whole rows, at most
 GROUP, BACKWARD_GROUP = 4, 3  # sources that are reduced at once, the latter with one sum more
 HELD = 144  # bytes of a row's sources that a thread holds on the way back, else it reloads them
-PROGRAMS = 1024  # in which rows are spread before a program gets a second one
 ROWS, BACKWARD_ROWS = 8, 32  # of a program at most; the latter have one partial sum
-RESIDENT, BACKWARD_RESIDENT = 24, 16  # warps of an SM that registers must suffice for
 SHARES, COLUMNS, STAGES = 64, 32, 4  # tiles of the sum over partial sums
 
 Tensor = torch.Tensor
+
+# Compiled kernels with their constants, and how many of their programs run at once.
+PREPARED: dict[tuple[object, ...], tuple[Any, list[object], int]] = {}
 
 
 class Mix(torch.autograd.Function):
@@ -43,29 +50,7 @@ class Mix(torch.autograd.Function):
         *sources: Tensor,
     ) -> tuple[Tensor, ...]:
         *blocks, partial = sources
-        summed = partial
-        if update is not None:
-            kind = torch.promote_types(partial.dtype, update.dtype)
-            summed = torch.empty(partial.shape, dtype=kind, device=partial.device)
-        out = torch.empty(partial.shape, dtype=sources[0].dtype, device=partial.device)
-        width = partial.shape[-1]
-        rows = partial.numel() // width
-        stats = partial.new_empty(rows, 2 * len(sources) + 1, dtype=torch.float32)
-        each = rows_each(rows, ROWS)
-        if rows:
-            given = tuple(t.contiguous() for t in sources)
-            with on_device_of(partial):
-                launch(mix_kernel)[(-(-rows // each),)](
-                    *(given, given[-1] if update is None else update.contiguous(), summed),
-                    *(query, norm, norm if next_norm is None else next_norm),
-                    *(out, stats, rows, each, eps),
-                    M=len(sources),
-                    GROUP=GROUP,
-                    UPDATE=update is not None,
-                    NORM=next_norm is not None,
-                    **forward_tile(width),
-                    FAST=partial.is_cuda,
-                )
+        out, summed, stats = walk_forward(sources, update, query, norm, next_norm, eps, True)
         ctx.save_for_backward(query, norm, next_norm, stats, *blocks, summed)
         ctx.kinds = (partial.dtype, None if update is None else update.dtype)
         ctx.set_materialize_grads(False)
@@ -81,8 +66,8 @@ class Mix(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         query, norm, next_norm, stats, *sources = ctx.saved_tensors
         ours, ctx.ours = ctx.ours, {}
-        given = [t.contiguous() for t in sources]
-        carried = [None if d is None else d.contiguous() for d in (*d_blocks, d_summed)]
+        given = [lined_up(t) for t in sources]
+        carried = [None if d is None else lined_up(d) for d in (*d_blocks, d_summed)]
         results = [
             d if d is not None and ours.get(2 + i) is d else torch.empty_like(v)
             for i, (d, v) in enumerate(zip(carried, given, strict=True))
@@ -90,7 +75,7 @@ class Mix(torch.autograd.Function):
         if d_out is None:
             d_out = torch.zeros_like(given[-1])
         d_weights = walk_back(
-            given, d_out.contiguous(), carried, results, query, norm, next_norm, stats
+            given, lined_up(d_out), carried, results, query, norm, next_norm, stats
         )
         for maker, place, result in zip(ctx.makers, ctx.places, results, strict=False):
             if maker is not None:
@@ -98,6 +83,91 @@ class Mix(torch.autograd.Function):
         kind, update_kind = ctx.kinds
         d_update = None if update_kind is None else results[-1].to(update_kind)
         return *d_weights, d_update, None, *results[:-1], results[-1].to(kind)
+
+
+def walk_forward(
+    sources: Sequence[Tensor],
+    update: Tensor | None,
+    query: Tensor,
+    norm: Tensor,
+    next_norm: Tensor | None,
+    eps: float,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The mixture, the last source with ``update``, and what the way back needs, if to ``save``."""
+    given = tuple(lined_up(t) for t in sources)
+    summed = given[-1]
+    if update is not None:
+        update = lined_up(update)
+        summed = torch.empty_like(summed, dtype=torch.promote_types(summed.dtype, update.dtype))
+    out = torch.empty_like(given[0])
+    width = out.shape[-1]
+    rows = out.numel() // width
+    count = len(given)
+    stats = out.new_empty(rows, 2 * count + 1, dtype=torch.float32) if save else None
+    if rows:
+        tensors = (
+            *(given, summed if update is None else update, summed),
+            *(query, norm, norm if next_norm is None else next_norm),
+            *(out, out if stats is None else stats),
+        )
+        start = start_forward_on_hopper if is_hopper(out.device) else start_forward
+        with on_device_of(out):
+            start(tensors, rows, eps, update is not None, next_norm is not None, save)
+    return out, summed, stats
+
+
+def start_forward(
+    tensors: tuple[Any, ...], rows: int, eps: float, updated: bool, normed: bool, save: bool
+) -> None:
+    """Launch the plain kernel."""
+    out = tensors[6]
+    each = rows_each(rows, ROWS)
+    launch(mix_kernel)[(-(-rows // each),)](
+        *(*tensors, rows, each, eps),
+        M=len(tensors[0]),
+        GROUP=GROUP,
+        UPDATE=updated,
+        NORM=normed,
+        SAVE=save,
+        **forward_tile(out.shape[-1]),
+        FAST=out.is_cuda,
+    )
+
+
+def start_forward_on_hopper(
+    tensors: tuple[Any, ...], rows: int, eps: float, updated: bool, normed: bool, save: bool
+) -> None:
+    """Launch the kernel for Hopper where it fits: the first time through Triton, then by what that
+    returned, since its look at so many arguments takes longer than a token of decoding."""
+    given, *others = tensors
+    out = others[5]
+    kinds = [t.dtype for t in others]
+    key = (out.device.index, out.shape[-1], len(given), updated, normed, save, *kinds)
+    prepared = PREPARED.get(key)
+    alike = all_alike(out, *given, *others[:2])
+    if prepared is None or not alike or any(t.data_ptr() % 16 for t in others[2:5]):
+        plan = forward_plan(out.shape[-1], len(given), updated) if alike else None
+        if plan is None:
+            return start_forward(tensors, rows, eps, updated, normed, save)
+        programs = plan[1] * processors(out.device)
+        constants = {"M": len(given), "UPDATE": updated, "NORM": normed, "SAVE": save, **plan[0]}
+        compiled = launch(mix_hopper_kernel)[(min(rows, programs),)](
+            *tensors, rows, eps, **constants
+        )
+        if not any(t.data_ptr() % 16 for t in others[2:5]):
+            names = mix_hopper_kernel.arg_names[len(tensors) + 2 :]
+            PREPARED[key] = (compiled, [constants[name] for name in names], programs)
+        return None
+    compiled, values, programs = prepared
+    stream = torch.cuda.current_stream(out.device).cuda_stream
+    compiled.run(
+        *(min(rows, programs), 1, 1, stream),
+        *(compiled.function, compiled.packed_metadata, None, None, None),
+        *(tuple([t.data_ptr() for t in given]), *[t.data_ptr() for t in others], rows, eps),
+        *values,
+    )
+    return None
 
 
 def walk_back(
@@ -112,28 +182,32 @@ def walk_back(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Fill ``results``; gradients of the three weights."""
     width, rows = d_out.shape[-1], stats.shape[0]
-    tile = tile_of(width, BACKWARD_RESIDENT)
-    each = rows_each(rows, BACKWARD_ROWS)
-    shares = -(-rows // each)
+    plan = backward_plan(width, len(sources)) if is_hopper(d_out.device) else None
+    if plan is not None and all_alike(d_out, *sources, *carried):
+        constants, programs = plan
+        kernel, numbers = mix_backward_hopper_kernel, (rows,)
+        shares = min(rows, programs * processors(d_out.device))
+    else:
+        constants = tile_of(width, BACKWARD_RESIDENT)
+        each = rows_each(rows, BACKWARD_ROWS)
+        kernel, numbers, shares = mix_backward_kernel, (rows, each), -(-rows // each)
+        elements = constants["BT"] * constants["BE"] // (32 * constants["num_warps"])
+        held = sum(t.element_size() for t in sources) * elements <= HELD
+        constants |= {"GROUP": BACKWARD_GROUP, "HELD": held, "FAST": d_out.is_cuda}
     partial = stats.new_empty(2, shares, width)
     d_query, d_norm = torch.empty_like(query), torch.empty_like(norm)
     d_next = None if next_norm is None else torch.empty_like(next_norm)
-    threads = 32 * tile["num_warps"]
-    held = sum(t.element_size() for t in sources) * tile["BT"] * tile["BE"] // threads
     with on_device_of(d_out):
         if rows:
-            launch(mix_backward_kernel)[(shares,)](
+            launch(kernel)[(shares,)](
                 *(tuple(sources), d_out),
                 tuple(v if d is None else d for d, v in zip(carried, sources, strict=True)),
                 *(tuple(results), query, norm, norm if next_norm is None else next_norm),
-                *(stats, partial[0], partial[1], rows, each),
+                *(stats, partial[0], partial[1], *numbers),
                 CARRIED=tuple(d is not None for d in carried),
                 M=len(sources),
-                GROUP=BACKWARD_GROUP,
-                HELD=held <= HELD,
                 NORM=next_norm is not None,
-                **tile,
-                FAST=d_out.is_cuda,
+                **constants,
             )
         launch(finish_kernel)[(-(-width // COLUMNS),)](
             *(partial[0], partial[1], query, norm, d_query, d_norm),
@@ -147,29 +221,16 @@ def walk_back(
     return d_query, d_norm, d_next
 
 
-def rows_each(rows: int, most: int) -> int:
-    """Rows of a program: depends on nothing but their number, as the partial sums do on it."""
-    return max(1, min(most, rows // PROGRAMS))
+def lined_up(x: Tensor) -> Tensor:
+    """``x`` as the kernels load it, rows one after another and 16 bytes at a time."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def forward_tile(width: int) -> dict[str, int]:
-    if width <= SHORT:
-        return tile_of(width, SHORT_RESIDENT, SHORT_LINE)
-    return tile_of(width, RESIDENT)
-
-
-def tile_of(width: int, resident: int, line: int = LINE) -> dict[str, int]:
-    """The tile of a row, and how many registers its programs may use for ``resident`` warps."""
-    padded = max(line, 1 << (width - 1).bit_length())
-    warps = min(WARPS, max(1, padded // (32 * line)))
-    registers = 65536 // (32 * max(warps, resident // warps * warps))
-    return {
-        "D": width,
-        "BT": padded // line,
-        "BE": line,
-        "num_warps": warps,
-        "maxnreg": min(255, registers // 8 * 8),
-    }
+def all_alike(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether all hold numbers of the same 16-bit type."""
+    kind = first.dtype
+    return kind.itemsize == 2 and all(x is None or x.dtype == kind for x in others)
 
 
 def mix_fused(
@@ -181,5 +242,10 @@ def mix_fused(
     eps: float,
 ) -> tuple[Tensor, ...]:
     """`Mix` of what `farhorizon.kernels.attnres` takes."""
-    weights = [None if w is None else w.contiguous() for w in (query, norm, next_norm)]
-    return Mix.apply(*weights, update, eps, *sources)
+    query, norm = query.contiguous(), norm.contiguous()
+    next_norm = None if next_norm is None else next_norm.contiguous()
+    tensors = (*sources, update, query, norm, next_norm)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return Mix.apply(query, norm, next_norm, update, eps, *sources)
+    out, summed, _ = walk_forward(sources, update, query, norm, next_norm, eps, False)
+    return out, summed, *sources[:-1]

@@ -33,6 +33,7 @@ def carry_on(
     FIRST: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
+    SAVE: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """The softmax with a group more: its greatest score, and sums relative to that."""
@@ -47,8 +48,9 @@ def carry_on(
         inverse = tl.rsqrt(sums[2 * i + 1] / D + eps)
         scores = scores + (sums[2 * i] * inverse,)
         highest = tl.maximum(highest, scores[i])
-        tl.store(stat + FIRST + i, scores[i])
-        tl.store(stat + M + FIRST + i, inverse)
+        if SAVE:
+            tl.store(stat + FIRST + i, scores[i])
+            tl.store(stat + M + FIRST + i, inverse)
     shrink = tl.exp(top - highest)  # 0 in the first group
     total *= shrink
     mixed *= shrink
@@ -79,9 +81,11 @@ def mix_kernel(
     GROUP: tl.constexpr,
     UPDATE: tl.constexpr,
     NORM: tl.constexpr,
+    SAVE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """``each`` rows; grid (rows / each). ``stats [rows, 2 M + 1]`` takes all s_i, all r_i and r."""
+    """``each`` rows; grid (rows / each). ``stats [rows, 2 M + 1]`` takes all s_i, all r_i and r, if
+    ``SAVE``."""
     column = tl.arange(0, BT)[:, None] * BE + tl.arange(0, BE)[None, :]
     inside = column < D
     direction = load_weight(query, column, D) * load_weight(norm, column, D)
@@ -114,12 +118,13 @@ def mix_kernel(
                 if UPDATE:
                     tl.store(summed + place, group[len(group) - 1], mask=inside)
             top, total, mixed = carry_on(
-                group, zero, direction, eps, stat, top, total, mixed, g, M, D, FAST
+                group, zero, direction, eps, stat, top, total, mixed, g, M, D, SAVE, FAST
             )
         mixed /= total
         if NORM:
             inverse = tl.rsqrt(tl.sum(tl.sum(mixed * mixed, 1), 0) / D + eps)
-            tl.store(stat + 2 * M, inverse)
+            if SAVE:
+                tl.store(stat + 2 * M, inverse)
             mixed *= inverse * scale
         tl.store(out + place, mixed.to(out.dtype.element_ty), mask=inside)
 

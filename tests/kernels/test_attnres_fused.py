@@ -14,7 +14,7 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, below
 import triton.experimental.gluon  # noqa: E402, F401  # in the same mode: launches look into it
 
-from farhorizon.kernels.attnres import fused, mix_norm, naive_mix, naive_mix_norm  # noqa: E402
+from farhorizon.kernels.attnres import fused, mix_norm, naive_mix, naive_mix_norm, plans  # noqa: E402
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs so small that a few rows fill several of them, and a few sources two groups."""
     torch.manual_seed(0)
-    monkeypatch.setattr(fused, "PROGRAMS", 3)
+    monkeypatch.setattr(plans, "PROGRAMS", 3)
     monkeypatch.setattr(fused, "GROUP", 2)
     monkeypatch.setattr(fused, "BACKWARD_GROUP", 2)
     monkeypatch.setattr(fused, "SHARES", 2)

@@ -43,7 +43,8 @@ def both(inputs: list[Tensor], updated: bool, d_out: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("width", "sources"), [(512, 2), (1536, 9), (2048, 5), (2048, 17), (7168, 3), (7168, 9)]
+    ("width", "sources"),
+    [(20, 3), (264, 3), (512, 2), (1536, 9), (2048, 17), (7168, 3), (7168, 9), (7168, 13)],
 )
 def test_errors_are_those_of_rounding(kind: torch.dtype, width: int, sources: int) -> None:
     inputs = draw(777, width, sources + 1, kind)
@@ -81,6 +82,30 @@ def test_a_mixture_alone() -> None:
     assert relative(found, expected) < ROUNDED
     for i, (a, b) in enumerate(zip(gradients, wanted, strict=True)):
         assert relative(a, b) < (ROUNDED if i < 4 else WEIGHTS), i
+
+
+@pytest.mark.parametrize(("width", "sources"), [(2048, 9), (7168, 3)])
+def test_without_gradients_the_bits_are_the_same(width: int, sources: int) -> None:
+    *tensors, query, norm, next_norm = draw(777, width, sources + 1)
+    *blocks, partial, update = tensors
+
+    def run() -> tuple[Tensor, Tensor]:
+        return mix_norm(blocks, partial, update, query, norm, next_norm, EPS)[1:]
+
+    with torch.no_grad():
+        plain = [*run(), *run()]
+    query.requires_grad_()
+    assert all(torch.equal(a, b) for a, b in zip(plain, [*run(), *run()], strict=True))
+
+
+def test_tensors_may_begin_anywhere() -> None:
+    """Slices of one buffer, as a partitioned optimiser makes them, are not aligned."""
+    inputs = draw(100, 2048, 4)
+    shifted = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in inputs]
+    d_out = torch.randn_like(inputs[0])
+    results = [both(given, True, d_out) for given in (inputs, shifted, inputs)]
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize(("width", "sources"), [(2048, 9), (7168, 5)])
