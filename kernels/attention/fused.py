@@ -25,15 +25,15 @@ def causal_attention_fused(
     lengths = [b - a for a, b in pairwise(bounds)]
     if min(lengths) == max(lengths):
         return dense(q, k, v, len(lengths), scale)
-    parts = (x.split(lengths) for x in (q, k, v))
-    return torch.cat([dense(*some, 1, scale) for some in zip(*parts, strict=True)])
+    parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    return torch.cat([dense(*some, count=1, scale=scale) for some in parts])
 
 
 def dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: int, scale: float
 ) -> torch.Tensor:
     """``count`` sequences of one length, one behind the other in ``[T, H, .]``."""
-    rows = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(ORDER, set_priority=True):
-        out = F.scaled_dot_product_attention(*rows, is_causal=True, scale=scale)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     return out.transpose(1, 2).flatten(0, 1)

@@ -79,7 +79,7 @@ def block_rows(width: int, elements: int) -> tuple[int, int]:
 def norm_fused(
     x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """`gated_norm` of `farhorizon.kernels.norm` on the GPU with fp32 sums, without gate `rms_norm`."""
+    """`gated_norm` on the GPU with fp32 sums, and without a gate `rms_norm`."""
     width = x.shape[-1]
     rows = [None if t is None else t.contiguous().view(-1, width) for t in (x, gate)]
     return Norm.apply(*rows, weight.contiguous(), eps).view(x.shape)

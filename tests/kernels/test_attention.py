@@ -37,7 +37,7 @@ def test_the_packed_form_of_a_gpu_is_the_definition(bounds: tuple[int, ...]) -> 
     inputs = draw(bounds[-1])
     results = []
     for call in (naive_causal_attention, fused.causal_attention_fused):
-        out = call(*inputs, bounds, 0.4)
+        out = call(*inputs, bounds=bounds, scale=0.4)
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)

@@ -40,7 +40,8 @@ def test_results_and_gradients_are_those_of_the_definition(
     inputs = [torch.randn(shape, dtype=torch.float64) * scale for _ in range(2)]
     wide = [x.clone().requires_grad_() for x in inputs]
     own = [x.float().to(DEVICE).requires_grad_() for x in inputs]
-    expected, found = naive_situ_glu(*wide, 4.0, 25.0), fused_situ.situ_fused(*own, 4.0, 25.0)
+    expected = naive_situ_glu(wide[0], wide[1], 4.0, 25.0)
+    found = fused_situ.situ_fused(own[0], own[1], 4.0, 25.0)
     weight = torch.randn_like(expected)
     expected.backward(weight)
     found.backward(weight.to(found))
