@@ -99,6 +99,7 @@ class LearnerConfig:
     zero_stage: Literal[0, 1, 2, 3] = 0
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 = torch autocast, fp32 masters
     micro_batch_tokens: int = 8192
+    checkpointing: Literal["none", "layers"] = "none"  # layers: backward computes them again
     minibatches: int = 1  # optimizer steps per rollout batch
     replay: Literal["off", "rollout", "learner"] = "off"  # whose choice of experts it learns with
     thresholds: Literal["freeze", "track", "ema"] = "track"  # of routers: what steps make of them
@@ -256,6 +257,19 @@ class KdaBenchConfig:
     repeats: int = 30  # replays behind each median
     seed: int = 0
     output: str | None = None  # folder of kda.jsonl, which grows, kda.md and kda.png
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBenchConfig:
+    """A training step on this GPU beside that of transformers, on what both have."""
+
+    policy: str = "1b"  # preset, folder or config.json: its sizes; weights are drawn
+    lengths: tuple[int, ...] = (32768,)  # tokens of the documents that are packed
+    checkpointing: Literal["none", "layers"] = "none"  # as of the learner
+    peers: tuple[str, ...] = ("kimi_linear",)  # of transformers; they take one document
+    steps: int = 20  # behind each median
+    seed: int = 0
+    output: str | None = None  # file that gets a JSON line for each side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,17 @@ def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device)
 
 
+def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``x`` of the CPU on ``device``, without waiting for what a GPU still has to do.
+
+    While a CUDA graph is captured the copy waits, which torch refuses then: the graph would read
+    the CPU's memory at each replay.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 def launch(kernel: Any) -> Any:
     """The kernel as what takes a grid: its own signature does not show warps and constants."""
     return kernel

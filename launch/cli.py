@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         "name",
         metavar="NAME",
         help="grpo: an RL step beside TRL's; kda: kernels on a GPU; parity: log-probs beside "
-        "vLLM's",
+        "vLLM's; step: a training step on a GPU",
     )
     _add_overrides(command)
     command = commands.add_parser("plan", help="sizes of a policy, and what fits on given GPUs")
@@ -208,7 +208,7 @@ def _play(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     from ..configs.load import override_config
-    from ..configs.schema import BenchConfig, KdaBenchConfig, ParityBenchConfig
+    from ..configs.schema import BenchConfig, KdaBenchConfig, ParityBenchConfig, StepBenchConfig
 
     if arguments.name == "kda":
         from .bench_kda import bench_kda
@@ -218,6 +218,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         from .bench_parity import bench_parity
 
         return bench_parity(override_config(ParityBenchConfig(), arguments.overrides))
+    if arguments.name == "step":
+        from .bench_step import bench_step
+
+        return bench_step(override_config(StepBenchConfig(), arguments.overrides))
     # Not from nothing: rollout and learner have defaults of their own here.
     config = override_config(BenchConfig(), arguments.overrides)
     from .bench import bench

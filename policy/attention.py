@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..kernels.attention import causal_attention
+from ..kernels.device import takes_kernels
 from ..kernels.norm import rms_norm
 from ..kernels.precision import widen
 from .config import PolicyConfig
@@ -94,6 +96,11 @@ class GatedMLA(nn.Module):
         kv = self.kv_b_proj(latent).view(len(q), self.num_heads, self.nope + self.value)
         k_nope, v = kv.split([self.nope, self.value], -1)
         k = torch.cat([k_nope, shared[:, None].expand(-1, self.num_heads, -1)], -1)
+        if takes_kernels(q):
+            for tokens, group in packing.by_length() if self.watching else ():
+                some = (group.pad(t.index_select(0, tokens)).transpose(1, 2) for t in (q, k))
+                self._watch(*some)
+            return causal_attention(q, k, v, packing.bounds, self.scale).flatten(1)
         groups = packing.by_length()
         if len(groups) == 1:
             return self._causal(q, k, v, packing)

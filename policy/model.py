@@ -12,7 +12,9 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..configs.errors import UserError
 from ..kernels.attnres import mix_norm
+from ..kernels.precision import product_dtype
 from .attention import GatedMLA, RMSNorm
+from .checkpointing import CHOICES, recomputed
 from .config import PolicyConfig
 from .head import LanguageHead, PolicyOutput
 from .images import Placed, policy_inputs
@@ -114,6 +116,7 @@ class PolicyModel(nn.Module):
             DecoderLayer(config, i) for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.checkpointing = "none"
         self.attention_residuals = config.attn_res_block_size is not None
         if self.attention_residuals:
             self.output_attn_res_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -150,9 +153,15 @@ class PolicyModel(nn.Module):
         if images is not None:
             rows, features = images
             partial = partial.index_copy(0, rows, features.to(partial.dtype))
+        if (
+            partial.is_cuda
+        ):  # a residual stream as wide as the products: memory bounds what reads it
+            partial = partial.to(product_dtype(partial))
         update = None
+        again = self.checkpointing == "layers" and torch.is_grad_enabled() and state is None
         for layer in self.layers:
-            blocks, partial, update = layer(blocks, partial, update, packing, state)
+            given = (blocks, partial, update, packing, state)
+            blocks, partial, update = recomputed(layer, *given) if again else layer(*given)
         if self.attention_residuals:
             return _site(
                 (blocks, partial, update),
@@ -190,6 +199,18 @@ class Policy(Routed, PreTrainedModel, GenerationMixin):
             self.mm_projector = Projector(sizes, config.hidden_size)
         self.post_init()
         self.register_module("v_head", None)
+
+    @property
+    def checkpointing(self) -> str:
+        """What a training forward keeps for backward: "none" is recomputed, or of "layers" all but
+        their inputs and what attention made."""
+        return self.model.checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, choice: str) -> None:
+        if choice not in CHOICES:
+            raise ValueError(f"checkpointing must be one of {', '.join(CHOICES)}, got {choice!r}")
+        self.model.checkpointing = choice
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

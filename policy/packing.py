@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import torch
 
+from ..kernels.device import upload
+
 KEPT_TOKENS = 1 << 14  # packings up to this size, such as those of decode steps, are kept
 
 
@@ -45,7 +47,7 @@ class Packing:
 
     def last(self) -> torch.Tensor:
         """Index of each sequence's last token, [N]."""
-        return torch.tensor(self.bounds[1:], device=self.row.device) - 1
+        return upload(torch.tensor(self.bounds[1:]), self.row.device) - 1
 
     def by_length(self) -> list[tuple[torch.Tensor, Packing]]:
         """Groups of sequences of similar length, as token indices and packings of their own.
@@ -79,8 +81,8 @@ def _packing(bounds: tuple[int, ...], device: torch.device) -> Packing:
     offset = torch.arange(bounds[-1]) - edges[:-1][row]
     return Packing(
         bounds,
-        row.to(device),
-        offset.to(device),
+        upload(row, device),
+        upload(offset, device),
         int(lengths.max()),
         bool((lengths == lengths[0]).all()),
     )
@@ -103,5 +105,5 @@ def _by_length(bounds: tuple[int, ...], device: torch.device) -> list[tuple[torc
     for group in groups:
         tokens = torch.cat([torch.arange(bounds[n], bounds[n + 1]) for n in group])
         lengths = torch.tensor([0, *(bounds[n + 1] - bounds[n] for n in group)])
-        made.append((tokens.to(device), _packing(tuple(lengths.cumsum(0).tolist()), device)))
+        made.append((upload(tokens, device), _packing(tuple(lengths.cumsum(0).tolist()), device)))
     return made

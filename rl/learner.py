@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..configs.errors import RunFailed, UserError
 from ..configs.schema import LearnerConfig
+from ..kernels.device import upload
 from ..policy.images import Placed
 from ..policy.qk_clip import clip_factors, forget, logit_maxima, watched_logits
 from ..policy.routing import Routes
@@ -27,6 +28,7 @@ from . import diagnostics
 from .algorithms import LossFunction
 from .critic import Critic, Judged, judge, whiten_over_ranks, with_values
 from .engine import Engine
+from .memory import enough_memory
 from .penalties import to_go
 from .reference import Reference
 from .replay import Replay
@@ -84,6 +86,7 @@ class Learner:
                 "latent attention; leave it out"
             )
         self.replay = Replay(policy, config)
+        self.policy.checkpointing = config.checkpointing
 
     def update(
         self,
@@ -108,11 +111,13 @@ class Learner:
         # With a single step the forward that learns gives the log-probs itself.
         proximal = (decoupled and len(steps) > 1) or self.replay.wants_pass_before(len(steps))
         if critic is not None or self.reference is not None or proximal:
-            before = self._before(steps, critic, proximal)
+            with enough_memory(self.engine.policy, steps, self.config):
+                before = self._before(steps, critic, proximal)
         else:
             before = [[None] * len(share.micro_batches) for share in steps]
         for share, known in zip(steps, before, strict=True):
-            values, bad = self._optimizer_step(share, loss, known, critic)
+            with enough_memory(self.engine.policy, [share], self.config):
+                values, bad = self._optimizer_step(share, loss, known, critic)
             metrics.append(values)
             bad_tensor = bad_tensor or bad
         applied = [values for values in metrics if values["skipped_steps"] == 0]
@@ -351,7 +356,7 @@ class Learner:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         # a copy: arrays that Ray shares are read-only
-        return torch.tensor(array, device=self.engine.device)
+        return upload(torch.tensor(array), self.engine.device)
 
 
 def _combined(name: str, values: Sequence[float]) -> float:
@@ -373,6 +378,7 @@ class _Policy(Protocol):
     """What the learner needs of a policy beyond its forward."""
 
     threshold_rule: ThresholdRule
+    checkpointing: str
 
     def image_inputs(self, images: Sequence[Placed]) -> dict[str, Any]: ...
 

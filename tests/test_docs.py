@@ -26,6 +26,7 @@ BENCHES = {
     "grpo": schema.BenchConfig,
     "kda": schema.KdaBenchConfig,
     "parity": schema.ParityBenchConfig,
+    "step": schema.StepBenchConfig,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..device import launch, on_device_of
+from ..device import launch, on_device_of, upload
 from .triton_conv import conv_backward_kernel, conv_kernel, new_tail_kernel, tail_backward_kernel
 
 # Every thread walks over the tokens of a tile with a window of some channels in registers, so that
@@ -63,7 +63,7 @@ def _tiles(bounds: tuple[int, ...], size: int, device: torch.device) -> Tiles:
     share = torch.bincount(start // size)
     programs = torch.cat([share.new_zeros(1), share.cumsum(0)])
     table = torch.stack([start, tokens, offset, lengths[sequence] - offset, sequence], 1)
-    return Tiles(*(t.int().to(device) for t in (table, programs, edges)))
+    return Tiles(*(upload(t.int(), device) for t in (table, programs, edges)))
 
 
 class ShortConv(torch.autograd.Function):

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import torch
 
-from ..device import launch
+from ..device import launch, upload
 from .tables import kept_for_graphs
 from .triton_chain import chain_kernel, restart_kernel, walk_kernel
 
@@ -153,8 +153,8 @@ def _segments(bounds: tuple[int, ...], size: int, span: int, device: torch.devic
     rows.sort(key=lambda row: -row[3])
 
     def table(found: Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.tensor(found, dtype=torch.int32).to(device)
+        return upload(torch.tensor(found, dtype=torch.int32), device)
 
-    first, last = torch.tensor(edges).T.contiguous().to(device)
+    first, last = upload(torch.tensor(edges).T.contiguous(), device)
     walks = table([edge for edge in edges if edge[0] < edge[1]])
     return Segments(table(rows), table(split), table(before), table(after), first, last, walks)

@@ -11,6 +11,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..device import upload
+
 T = TypeVar("T")
 
 # Tokens that a piece of a sequence has to have, so that it is worth its launches.
@@ -56,7 +58,7 @@ def _tables(bounds: tuple[int, ...], size: int, device: torch.device) -> Tables:
     chunks = torch.stack([edges[row] + offset, (lengths[row] - offset).clamp(max=size)], 1)
     order = torch.argsort(counts, descending=True, stable=True)
     sequences = torch.stack([order, first[order], edges[order], lengths[order]], 1)
-    return Tables(chunks.int().to(device), sequences.int().to(device))
+    return Tables(upload(chunks.int(), device), upload(sequences.int(), device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def _pieces(bounds: tuple[int, ...], size: int, fall: float, device: torch.devic
     for first, after in itertools.pairwise(piece_edges(bounds, size, fall)):
         begin, stop = start + first * size, min(start + after * size, end)
         row = torch.tensor([[0, first, begin, stop - begin]], dtype=torch.int32)
-        found.append(Piece(range(first, after), row.to(device)))
+        found.append(Piece(range(first, after), upload(row, device)))
     return found
 
 

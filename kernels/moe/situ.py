@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..blocks import blocks, takes_blocks
+from ..device import takes_kernels
 from ..precision import widen
 
 
@@ -17,11 +18,17 @@ def situ_glu(
     """``beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(up / linear_beta)``, fp32 inside.
 
     ``gate`` and ``up`` have one shape ``[..., I]``, else ValueError. Bounded by ``beta *
-    linear_beta`` for any input; the result has gate's dtype. Only once differentiable in large wide
-    tensors on a CPU.
+    linear_beta`` for any input; the result has gate's dtype.
+
+    On a GPU 16-bit inputs run in Triton kernels, on a CPU large wide ones block by block, both only
+    once differentiable; everything else runs in plain torch.
     """
     if up.shape != gate.shape:
         raise ValueError(f"up must be {list(gate.shape)} as gate, got {list(up.shape)}")
+    if takes_kernels(gate) and gate.dtype == up.dtype:
+        from .fused_situ import situ_fused
+
+        return situ_fused(gate, up, beta, linear_beta)
     if takes_blocks(gate, up):
         width = gate.shape[-1]
         rows = (gate.reshape(-1, width), up.reshape(-1, width))

@@ -16,9 +16,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x rsqrt(mean(x^2) + eps) weight`` over the last dimension, in fp32 or wider.
 
     ``x [..., V]``, ``weight [V]``, else ValueError; the result has x's dtype. Differentiable in
-    both, only once in large wide tensors on a CPU.
+    both.
+
+    On a GPU a 16-bit ``x`` runs in Triton kernels, on a CPU a large wide one block by block, both
+    only once differentiable; everything else runs in plain torch.
     """
     _check_weight(x, weight)
+    if takes_kernels(x):
+        from .fused import norm_fused
+
+        return norm_fused(x, None, weight, eps)
     if takes_blocks(x, weight):
         return NormRows.apply(_rows(x), None, weight, eps).view(x.shape)
     return naive_rms_norm(x, weight, eps)
@@ -39,9 +46,9 @@ def gated_norm(
         raise ValueError(f"gate must be {list(x.shape)} as x, got {list(gate.shape)}")
     _check_weight(x, weight)
     if takes_kernels(x):
-        from .fused import gated_norm_fused
+        from .fused import norm_fused
 
-        return gated_norm_fused(x, gate, weight, eps)
+        return norm_fused(x, gate, weight, eps)
     if takes_blocks(x, gate, weight):
         return NormRows.apply(_rows(x), _rows(gate), weight, eps).view(x.shape)
     return naive_gated_norm(x, gate, weight, eps)

@@ -1,4 +1,4 @@
-"""The gated head norm on the GPU: autograd around its two kernels."""
+"""RMSNorm on the GPU, gated or not: autograd around its two kernels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ STAGES = 3  # blocks on their way into shared memory, and the one at work
 WARPS = 4
 
 
-class GatedNorm(torch.autograd.Function):
-    """``x, gate [R, V]`` contiguous, ``weight [V]``."""
+class Norm(torch.autograd.Function):
+    """``x`` and ``gate`` (or None) ``[R, V]`` contiguous, ``weight [V]``."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+        ctx: Any, x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         ctx.save_for_backward(x, gate, weight)
         ctx.eps = eps
@@ -36,6 +36,7 @@ class GatedNorm(torch.autograd.Function):
                     V=width,
                     BV=padded,
                     BR=block,
+                    GATED=gate is not None,
                     FAST=x.is_cuda,
                     num_warps=WARPS,
                 )
@@ -50,7 +51,8 @@ class GatedNorm(torch.autograd.Function):
         rows, width = x.shape
         block, padded = block_rows(width, BACKWARD_ELEMENTS)
         grid = -(-rows // (block * BACKWARD_BLOCKS))
-        dx, d_gate = torch.empty_like(x), torch.empty_like(gate)
+        dx = torch.empty_like(x)
+        d_gate = None if gate is None else torch.empty_like(gate)
         partial = x.new_empty(grid, width, dtype=torch.float32)
         if grid:
             with on_device_of(x):
@@ -61,6 +63,7 @@ class GatedNorm(torch.autograd.Function):
                     BR=block,
                     BLOCKS=BACKWARD_BLOCKS,
                     STAGES=STAGES,
+                    GATED=gate is not None,
                     FAST=x.is_cuda,
                     num_warps=WARPS,
                 )
@@ -73,10 +76,10 @@ def block_rows(width: int, elements: int) -> tuple[int, int]:
     return max(1, elements // padded), padded
 
 
-def gated_norm_fused(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+def norm_fused(
+    x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """`farhorizon.kernels.norm.gated_norm` on the GPU, with fp32 sums."""
+    """`gated_norm` on the GPU with fp32 sums, and without a gate `rms_norm`."""
     width = x.shape[-1]
-    rows = [t.contiguous().view(-1, width) for t in (x, gate)]
-    return GatedNorm.apply(*rows, weight.contiguous(), eps).view(x.shape)
+    rows = [None if t is None else t.contiguous().view(-1, width) for t in (x, gate)]
+    return Norm.apply(*rows, weight.contiguous(), eps).view(x.shape)

@@ -1,6 +1,6 @@
-"""Gated head norm in Triton, forward and backward, on rows ``[R, V]`` of all heads and tokens.
+"""RMSNorm in Triton, gated or not, forward and backward, on rows ``[R, V]``.
 
-With n = x rsqrt(mean(x^2) + eps), s = sigmoid(gate) and y = n w s:
+With n = x rsqrt(mean(x^2) + eps), s = sigmoid(gate) (1 without a gate) and y = n w s:
     dn = dy w s    dx = rsqrt(.) (dn - n mean(dn n))    dgate = dy n w s (1 - s)    dw = sum dy n s
 """
 
@@ -23,6 +23,7 @@ def norm_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
     BR: tl.constexpr,
+    GATED: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """``BR`` rows; grid (rows / BR)."""
@@ -31,10 +32,12 @@ def norm_kernel(
     inside = (row < rows)[:, None] & (column < V)[None, :]
     place = row[:, None] * V + column[None, :]
     wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    logit = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + column, mask=column < V, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 1) / V + eps)
-    y = wide * inverse[:, None] * scale[None, :] * sigmoid(logit, FAST)
+    y = wide * inverse[:, None] * scale[None, :]
+    if GATED:
+        logit = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+        y *= sigmoid(logit, FAST)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -54,6 +57,7 @@ def norm_backward_kernel(
     BR: tl.constexpr,
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
+    GATED: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """``BLOCKS`` times ``BR`` rows; grid (rows / (BR BLOCKS)). ``d_weight [grid, V]`` takes the
@@ -66,17 +70,18 @@ def norm_backward_kernel(
         inside = (row < rows)[:, None] & (column < V)[None, :]
         place = row[:, None] * V + column[None, :]
         wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        logit = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(d_out + place, mask=inside, other=0.0).to(tl.float32)
+        opened = tl.load(d_out + place, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(wide * wide, 1) / V + eps)[:, None]
         normed = wide * inverse
-        opened = dy * sigmoid(logit, FAST)
+        if GATED:
+            logit = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+            opened *= sigmoid(logit, FAST)
         total += opened * normed
         pull = opened * scale[None, :]
         along = tl.sum(pull * normed, 1) / V
         d_x = inverse * (pull - normed * along[:, None])
         tl.store(dx + place, d_x.to(dx.dtype.element_ty), mask=inside)
-        # 1 - s as the sigmoid of -gate: it does not cancel
-        d_logit = pull * normed * sigmoid(-logit, FAST)
-        tl.store(d_gate + place, d_logit.to(d_gate.dtype.element_ty), mask=inside)
+        if GATED:  # 1 - s as the sigmoid of -gate: it does not cancel
+            d_logit = pull * normed * sigmoid(-logit, FAST)
+            tl.store(d_gate + place, d_logit.to(d_gate.dtype.element_ty), mask=inside)
     tl.store(d_weight + tl.program_id(0) * V + column, tl.sum(total, 0), mask=column < V)

@@ -1,4 +1,4 @@
-"""The gated head norm: in Triton's interpreter where there is no GPU, else compiled, and the twin
+"""RMSNorm, gated or not: in Triton's interpreter where there is no GPU, else compiled, and the twin
 in torch that a CPU takes."""
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, below
 import triton.experimental.gluon  # noqa: E402, F401  # in the same mode: launches look into it
 
-from farhorizon.kernels.norm import fused, gated_norm, naive_gated_norm  # noqa: E402
+from farhorizon.kernels.norm import (  # noqa: E402
+    fused,
+    gated_norm,
+    naive_gated_norm,
+    naive_rms_norm,
+    rms_norm,
+)
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -50,7 +56,7 @@ def test_results_and_gradients_are_those_of_the_definition(shape: tuple[int, ...
     wide, twin = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
     own = [x.float().to(DEVICE).requires_grad_() for x in inputs]
     expected = by_definition(*wide)
-    again, found = naive_gated_norm(*twin, eps=EPS), fused.gated_norm_fused(*own, eps=EPS)
+    again, found = naive_gated_norm(*twin, eps=EPS), fused.norm_fused(*own, eps=EPS)
     weight = torch.randn_like(expected)
     for out in (expected, again, found):
         out.backward(weight.to(out))
@@ -60,6 +66,30 @@ def test_results_and_gradients_are_those_of_the_definition(shape: tuple[int, ...
         assert a.grad is not None and b.grad is not None and c.grad is not None
         close(a.grad, c.grad, 3e-6, name)
         close(b.grad, c.grad, 1e-12, name)
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (7, 20), (5, 2, 32), (3, 100)])
+def test_without_a_gate(shape: tuple[int, ...]) -> None:
+    x, _, weight = draw(*shape)
+    wide, twin = ([t.clone().requires_grad_() for t in (x, weight)] for _ in range(2))
+    own = [t.float().to(DEVICE).requires_grad_() for t in (x, weight)]
+    # a gate of infinity is open
+    expected = by_definition(wide[0], torch.full_like(x, torch.inf), wide[1])
+    again, found = naive_rms_norm(*twin, eps=EPS), fused.norm_fused(own[0], None, own[1], EPS)
+    pull = torch.randn_like(expected)
+    for out in (expected, again, found):
+        out.backward(pull.to(out))
+    close(found, expected, 3e-6)
+    close(again, expected, 1e-12)
+    for a, b, c in zip(own, twin, wide, strict=True):
+        assert a.grad is not None and b.grad is not None and c.grad is not None
+        close(a.grad, c.grad, 3e-6)
+        close(b.grad, c.grad, 1e-12)
+
+
+def test_a_row_by_hand() -> None:
+    out = rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 1.0]), 0.5)
+    torch.testing.assert_close(out, torch.tensor([[6.0, 4.0]]) / 13**0.5)
 
 
 def test_a_head_by_hand() -> None:
@@ -82,7 +112,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands() -> None:
     results = []
     for begin in (0, 5, 11):
         own, opened = x[begin:].clone().requires_grad_(), gate[begin:].clone().requires_grad_()
-        out = fused.gated_norm_fused(own, opened, weight, EPS)
+        out = fused.norm_fused(own, opened, weight, EPS)
         grads = torch.autograd.grad(out.square().sum(), [own, opened])
         results.append([t[11 - begin :] for t in (out, *grads)])
     for other in results[1:]:
@@ -93,7 +123,7 @@ def test_a_neighbour_full_of_nan_does_not_leak() -> None:
     x, gate, weight = (t.float().to(DEVICE) for t in draw(9, 16))
     x[4] = float("nan")
     own = x.requires_grad_()
-    out = fused.gated_norm_fused(own, gate, weight, EPS)
+    out = fused.norm_fused(own, gate, weight, EPS)
     (grad,) = torch.autograd.grad(out.sum(), own)
     for found in (out, grad):
         assert found.isnan().any(-1).nonzero().flatten().tolist() == [4]
@@ -105,14 +135,14 @@ def test_strided_heads_and_expanded_gradients() -> None:
     results = []
     for given in ((x, gate), pair.unbind(1)):
         own = given[0].detach().requires_grad_()
-        out = fused.gated_norm_fused(own, given[1], weight, EPS)
+        out = fused.norm_fused(own, given[1], weight, EPS)
         results.append([out, *torch.autograd.grad(out.sum(), own)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_no_rows() -> None:
     x, gate, weight = (t.float().to(DEVICE).requires_grad_() for t in draw(0, 2, 16))
-    out = fused.gated_norm_fused(x, gate, weight, EPS)
+    out = fused.norm_fused(x, gate, weight, EPS)
     out.sum().backward()
     assert out.shape == (0, 2, 16) and weight.grad is not None and not bool(weight.grad.any())
 

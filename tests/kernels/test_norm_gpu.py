@@ -1,11 +1,11 @@
-"""The gated head norm on the GPU in 16 bits: accuracy, invariance, determinism, large tensors."""
+"""RMSNorm on the GPU in 16 bits, gated or not: accuracy, invariance, determinism, large sizes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from farhorizon.kernels.norm import gated_norm, naive_gated_norm
+from farhorizon.kernels.norm import gated_norm, naive_gated_norm, naive_rms_norm, rms_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -45,6 +45,21 @@ def test_errors_are_those_of_rounding(dtype: torch.dtype, shape: tuple[int, ...]
     expected.backward(d_out.double())
     assert found.dtype == dtype and relative(found, expected) < 2.5e-3
     for name, a, b in zip(ALLOWED, narrow, wide, strict=True):
+        assert a.grad is not None and b.grad is not None
+        assert a.grad.dtype == a.dtype and relative(a.grad, b.grad) < ALLOWED[name], name
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (777, 768), (500, 12, 128), (33, 1536)])
+def test_errors_without_a_gate(shape: tuple[int, ...]) -> None:
+    x, _, weight = draw(*shape)
+    narrow = [t.clone().requires_grad_() for t in (x, weight)]
+    wide = [t.double().requires_grad_() for t in (x, weight)]
+    found, expected = rms_norm(*narrow, eps=EPS), naive_rms_norm(*wide, eps=EPS)
+    d_out = torch.randn_like(found)
+    found.backward(d_out)
+    expected.backward(d_out.double())
+    assert found.dtype == x.dtype and relative(found, expected) < 2.5e-3
+    for name, a, b in zip(("x", "weight"), narrow, wide, strict=True):
         assert a.grad is not None and b.grad is not None
         assert a.grad.dtype == a.dtype and relative(a.grad, b.grad) < ALLOWED[name], name
 

@@ -1,0 +1,158 @@
+"""``farhorizon bench step``: a training step of a policy on this GPU, and one of transformers.
+
+The gradient in bf16 is compared with the one in fp32 first, on a small policy of the same parts.
+Then a step of the whole policy is timed, and where a peer is asked for one of ours and one of
+theirs on the sizes that both have: `farhorizon.launch.step_peers` says which those are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..configs.bounds import check_bounds
+from ..configs.errors import RunFailed, UserError
+from ..configs.schema import StepBenchConfig
+from ..policy import PolicyConfig
+from ..policy.memory import lack
+from .files import json_line
+from .kda_measure import versions
+from .step_measure import (
+    ALLOWED_GRADIENT,
+    Measured,
+    OurSide,
+    build_policy,
+    draw_batch,
+    free,
+    gradient_error,
+    measure,
+    small_config,
+    utilisation,
+)
+from .step_peers import KimiSide, check_peers, kimi_linear, missing, shared_config
+
+GIB = 2**30
+
+
+def bench_step(config: StepBenchConfig) -> int:
+    """Print a line for each side and add it to ``output``; returns 0. RunFailed if a gradient is
+    wrong, a loss is not finite, or memory does not suffice."""
+    check_bounds(config)
+    check_peers(config.peers)
+    if not config.lengths:
+        raise UserError("lengths: name the tokens of at least one document")
+    if config.peers and len(config.lengths) > 1:
+        raise UserError("peers take one document: give one of lengths, or peers=[]")
+    if not torch.cuda.is_available():
+        raise UserError("bench step needs a GPU, and torch sees none")
+    from .plan import read_policy
+
+    policy, _ = read_policy(config.policy)
+    with ExitStack() as stack:
+        file = None
+        if config.output is not None:
+            try:
+                Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(Path(config.output).open("a", encoding="utf-8"))
+            except OSError as error:
+                raise UserError(
+                    f"output {config.output}: cannot be written ({error.strerror})"
+                ) from None
+
+        def take(row: dict[str, Any]) -> None:
+            if file is not None:
+                file.write(json_line(row))
+                file.flush()
+
+        run(policy, config, take)
+    return 0
+
+
+def run(
+    policy: PolicyConfig, config: StepBenchConfig, take: Callable[[dict[str, Any]], None]
+) -> None:
+    """Check, measure and print; ``take`` gets the figures of each side."""
+    check_gradient(policy, config)
+    origin = {
+        "benchmark": "step",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(),
+        "versions": versions(),
+        "config": asdict(config),
+    }
+
+    def tell(sizes: str, of: PolicyConfig, found: Measured) -> float:
+        """Tokens a second."""
+        speed = sum(config.lengths) / found.milliseconds * 1e3
+        share = utilisation(of, config.lengths, found.milliseconds)
+        print(
+            f"{sizes:<8} {found.name:<12} {found.milliseconds:8.1f} ms  {speed:9,.0f} tokens/s  "
+            f"MFU {share:5.1%}  peak {found.peak / GIB:6.1f} GiB  loss {found.loss:.4f}",
+            flush=True,
+        )
+        figures = {"sizes": sizes, "tokens_per_second": speed, "utilisation": share}
+        take(origin | figures | asdict(found))
+        return speed
+
+    tell(config.policy, policy, ours(policy, config))
+    if not config.peers:
+        return
+    absent = missing()
+    if absent is not None:
+        print(f"{absent} is not installed: its step would be another, peers are left out")
+        return
+    shared = shared_config(policy)
+    mine = tell("shared", shared, ours(shared, config))
+    other = tell("shared", shared, theirs(shared, config))
+    print(f"farhorizon has {mine / other:.2f} times the tokens a second of {config.peers[0]}")
+
+
+def check_gradient(policy: PolicyConfig, config: StepBenchConfig) -> None:
+    """RunFailed if the gradient that is going to be timed is not that in fp32."""
+    error = gradient_error(small_config(policy), config.seed, config.checkpointing, "cuda")
+    print(f"gradient of a small policy in bf16, beside fp32: {error:.1%} off", flush=True)
+    if not error < ALLOWED_GRADIENT:  # so that nan fails
+        raise RunFailed(
+            f"the gradient in bf16 is {error:.1%} off, allowed {ALLOWED_GRADIENT:.0%}: nothing is "
+            "measured"
+        )
+    free()
+
+
+def ours(policy: PolicyConfig, config: StepBenchConfig) -> Measured:
+    """Our step."""
+    built = build_policy(policy, config.seed, "cuda")
+    built.checkpointing = config.checkpointing
+    batch = draw_batch(policy.vocab_size, config.lengths, config.seed, "cuda")
+    try:
+        return measure(OurSide.name, OurSide(built, batch), config.steps)
+    except torch.OutOfMemoryError as error:
+        ways = "" if config.checkpointing == "layers" else "checkpointing=layers keeps less; "
+        text = f"bench step: {lack(error, built)}; {ways}lower lengths"
+        raise RunFailed(text) from None
+    finally:
+        del built, batch
+        free()
+
+
+def theirs(policy: PolicyConfig, config: StepBenchConfig) -> Measured:
+    """The step of transformers with bf16 parameters, which is what its grouped products take;
+    with its own checkpointing where ours has it."""
+    model = kimi_linear(policy, torch.bfloat16, "cuda")
+    if config.checkpointing == "layers":
+        model.gradient_checkpointing_enable()
+    batch = draw_batch(policy.vocab_size, config.lengths, config.seed, "cuda")
+    try:
+        return measure(KimiSide.name, KimiSide(model, batch), config.steps)
+    except torch.OutOfMemoryError as error:
+        text = f"bench step: of {KimiSide.name} {lack(error, model)}; lower lengths, or peers=[]"
+        raise RunFailed(text) from None
+    finally:
+        del model, batch
+        free()

@@ -1,0 +1,104 @@
+"""What ``farhorizon bench step`` is compared with: Kimi Linear of transformers, with the kernels of
+flash-linear-attention, on a configuration that both sides have.
+
+That has no mixture over depth, no latent experts, no gate on latent attention and SwiGLU; theirs
+decays without a bound, with one operation after another in front of the kernel, ours as ever.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from ..configs.errors import UserError
+from ..policy import PolicyConfig
+from .step_measure import Batch
+
+KIMI_LINEAR = "kimi_linear"
+PEERS = (KIMI_LINEAR,)
+
+
+def check_peers(names: tuple[str, ...]) -> None:
+    """UserError for a name that no peer has."""
+    for name in names:
+        if name not in PEERS:
+            raise UserError(f"peers: {name!r} is none; known: {', '.join(PEERS)}, or [] for none")
+
+
+def missing() -> str | None:
+    """The package without which the peer would run a plain loop, if it is not installed."""
+    spec = importlib.util.find_spec("fla")
+    return "flash-linear-attention" if spec is None or spec.origin is None else None
+
+
+def shared_config(config: PolicyConfig) -> PolicyConfig:
+    """The policy without what Kimi Linear of transformers does not have."""
+    linear = {**(config.linear_attn_config or {}), "use_full_rank_gate": False}
+    return PolicyConfig.from_dict(
+        {
+            **config.to_dict(),
+            "attn_res_block_size": None,
+            "routed_expert_hidden_size": None,
+            "latent_moe_use_norm": False,
+            "mla_use_output_gate": False,
+            "mla_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "linear_attn_config": linear,
+        }
+    )
+
+
+def kimi_linear(config: PolicyConfig, dtype: torch.dtype, device: str) -> Any:
+    """Their model of the sizes of `shared_config`, untrained; parameters in ``dtype``."""
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    linear = config.linear_attn_config or {}
+    layers = range(config.num_hidden_layers)
+    same = (
+        *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
+        *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "kv_lora_rank"),
+        *("q_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim", "rms_norm_eps"),
+        *("routed_scaling_factor", "max_position_embeddings", "initializer_range"),
+    )
+    theirs = KimiLinearConfig(
+        **{name: getattr(config, name) for name in same},
+        num_local_experts=config.num_experts,
+        num_experts_per_tok=config.num_experts_per_token,
+        n_shared_experts=config.num_shared_experts,
+        linear_head_dim=linear["head_dim"],
+        linear_num_heads=linear["num_heads"],
+        linear_conv_kernel_dim=linear["short_conv_kernel_size"],
+        layer_types=["full_attention" if config.is_mla(i) else "linear_attention" for i in layers],
+        mlp_layer_types=["dense" if config.is_dense(i) else "sparse" for i in layers],
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+    )
+    theirs._attn_implementation = "sdpa"
+    with torch.device(device):
+        model: Any = KimiLinearForCausalLM(theirs)
+    model.set_experts_implementation("grouped_mm")
+    return model.to(dtype).train()
+
+
+class KimiSide:
+    """A step of theirs on one document; each call is one, and gives the loss."""
+
+    name = KIMI_LINEAR
+
+    def __init__(self, model: Any, batch: Batch, lr: float = 1e-6) -> None:
+        self.model, self.batch = model, batch
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+
+    def __call__(self) -> torch.Tensor:
+        ids = self.batch.ids
+        narrow = next(self.model.parameters()).dtype != torch.float32
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=not narrow):
+            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()

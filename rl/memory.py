@@ -1,0 +1,46 @@
+"""A learner whose GPU is too small says what was too large, and which setting makes it smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..configs.errors import RunFailed
+from ..configs.schema import LearnerConfig
+from ..policy.memory import lack
+from .types import Share
+
+
+@contextmanager
+def enough_memory(
+    policy: nn.Module, shares: Sequence[Share], config: LearnerConfig
+) -> Iterator[None]:
+    """Around work on ``shares``: memory that does not suffice is a RunFailed of one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        batches = [batch for share in shares for batch in share.micro_batches]
+        tokens = max((len(batch.input_ids) for batch in batches), default=0)
+        several = any(
+            len(batch.cu_seqlens) > 2 for batch in batches if len(batch.input_ids) == tokens
+        )
+        ways = "; ".join(ways_out(tokens, several, config))
+        raise RunFailed(f"learner: {lack(error, policy)}; {ways}") from None
+
+
+def ways_out(tokens: int, several: bool, config: LearnerConfig) -> Iterator[str]:
+    """What to set, the cheapest first, where the largest micro-batch has ``tokens`` of one or of
+    ``several`` sequences."""
+    if config.checkpointing == "none":
+        yield "set learner.checkpointing=layers, which keeps little of each layer"
+    if several:
+        yield f"lower learner.micro_batch_tokens: {tokens:,} tokens were computed at once"
+    else:
+        yield f"lower context: one sequence has {tokens:,} tokens"
+    if config.ranks > 1 and config.zero_stage < 3:
+        yield f"raise learner.zero_stage above {config.zero_stage}"
+    if config.optimizer == "adamw":
+        yield "learner.optimizer=muon keeps less of each weight"

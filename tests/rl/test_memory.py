@@ -1,0 +1,70 @@
+"""Memory that does not suffice: one line with the tensor, its size and a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from farhorizon.configs.errors import RunFailed
+from farhorizon.configs.schema import LearnerConfig
+from farhorizon.policy import Policy, PolicyConfig, moe
+from farhorizon.rl.memory import enough_memory, ways_out
+from farhorizon.rl.types import MicroBatch, Share
+
+TEXT = (
+    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 139.80 GiB of "
+    "which 1.20 GiB is free."
+)
+
+
+def full(*_: Any) -> torch.Tensor:
+    raise torch.OutOfMemoryError(TEXT)
+
+
+def share(*edges: int) -> Share:
+    tokens = edges[-1]
+    zeros = np.zeros(tokens, np.float32)
+    batch = MicroBatch(
+        input_ids=zeros.astype(np.int64),
+        cu_seqlens=np.array(edges),
+        loss_mask=zeros > 0,
+        behavior_logprobs=zeros,
+        advantages=zeros,
+        sequence_ids=zeros.astype(np.int64),
+    )
+    return Share((batch,), 1, 1)
+
+
+def test_the_module_the_line_and_the_size_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(PolicyConfig.tiny())
+    monkeypatch.setattr(moe, "grouped_experts", full)
+    with (
+        pytest.raises(RunFailed) as caught,
+        enough_memory(policy, [share(0, 5, 9)], LearnerConfig()),
+    ):
+        policy(torch.zeros(1, 9, dtype=torch.long))
+    text = str(caught.value)
+    assert text.startswith("learner: the GPU's memory does not suffice for 1.50 GiB in model")
+    assert "block_sparse_moe (policy/moe.py, line" in text and "grouped_experts(" in text
+    assert "set learner.checkpointing=layers" in text
+    assert "lower learner.micro_batch_tokens: 9 tokens were computed at once" in text
+    assert "\n" not in text
+
+
+def test_what_is_set_already_is_no_way_out() -> None:
+    config = LearnerConfig(checkpointing="layers", optimizer="muon", ranks=2, zero_stage=1)
+    assert list(ways_out(70, False, config)) == [
+        "lower context: one sequence has 70 tokens",
+        "raise learner.zero_stage above 1",
+    ]
+
+
+def test_other_errors_pass() -> None:
+    with (
+        pytest.raises(KeyError),
+        enough_memory(torch.nn.Identity(), [share(0, 2)], LearnerConfig()),
+    ):
+        raise KeyError("x")
