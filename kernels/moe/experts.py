@@ -12,6 +12,7 @@ from ..precision import widen
 from .situ import situ_glu
 
 DENSE_ELEMENTS = 1024  # tokens x experts below which all experts run in one batched product
+DENSE_TOKENS = 512  # up to which they do so on a GPU, which then does not wait for their loads
 
 
 def naive_experts(
@@ -52,7 +53,8 @@ def grouped_experts(
     """
     num_experts, tokens, k = len(w1), len(x), experts.shape[1]
     if dense is None:
-        dense = not torch.is_grad_enabled() and tokens * num_experts <= DENSE_ELEMENTS
+        few = tokens * num_experts <= DENSE_ELEMENTS or (x.is_cuda and tokens <= DENSE_TOKENS)
+        dense = few and not torch.is_grad_enabled()
     if dense:
         shared = x.expand(num_experts, tokens, x.shape[1])
         inner = _activate(
