@@ -8,6 +8,7 @@ number (a bucket, which fewer sequences may fill in part) and memory of the stat
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ def takes_steps(policy: Policy) -> bool:
     return policy.device.type == "cuda" and narrow and policy.config.gate_lower_bound is not None
 
 
+@torch.inference_mode(False)  # weights outlive it
 @torch.no_grad()
 def lay_out(policy: Policy) -> None:
     """Move weights that one product can use to one place; they stay the parameters they are."""
@@ -43,9 +45,9 @@ def lay_out(policy: Policy) -> None:
         elif isinstance(module, GatedMLA | LatentMoE | DenseMLP):
             parts = module.projections()
         if len(parts) > 1 and all(map(is_plain, parts)):
-            weights = [part.weight for part in parts]
+            weights: list[Any] = [part.weight for part in parts]
             if together(weights) is None:  # those of a shared expert lie with its layer's
-                lay_together(weights)  # type: ignore[arg-type]
+                lay_together(weights)
 
 
 def decode_logits(
@@ -71,17 +73,14 @@ class Steps:
     def __init__(self, policy: Policy, state: DecodeState, finish: Finish) -> None:
         self.policy, self.state, self._finish = policy, state, finish
         self._graphs: dict[int, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self.pool: Any = torch.cuda.graph_pool_handle()  # of all graphs: they never run at once
 
     @torch.inference_mode()
     def __call__(self, ids: Tensor, places: Tensor, past: Tensor, numbers: Tensor) -> Tensor:
         """One step of sequences ``[n]``, given on the CPU; its result ``[n, ...]`` on the device
         is overwritten by later steps."""
         count = len(ids)
-        size = bucket_of(count)
-        if size not in self._graphs:
-            self._graphs[size] = _Captured(self, size)
-        graph = self._graphs[size]
+        graph = self.captured(bucket_of(count))
         graph.give(ids, places, past, numbers)
         graph.replay()
         return graph.result[:count]
@@ -92,13 +91,10 @@ class Steps:
         return self._finish(logits, graph.numbers)
 
     def captured(self, size: int) -> _Captured:
+        """The graph of a step of ``size`` sequences."""
         if size not in self._graphs:
             self._graphs[size] = _Captured(self, size)
         return self._graphs[size]
-
-    @property
-    def pool(self) -> tuple[int, int]:
-        return self._pool
 
 
 class _Captured:
@@ -112,6 +108,7 @@ class _Captured:
         self.numbers, self.ids, self.places, self.past = _parts(self._bytes, size)
         self._numbers, self._ids, self._places, self._past = _parts(self._given, size)
         self.places.fill_(-1)  # no row changes before the first step
+        self._copied = torch.cuda.Event()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -119,17 +116,22 @@ class _Captured:
                 steps.eager(self)
         torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=steps.pool):
+        # weights may be on their way in another thread
+        with torch.cuda.graph(self.graph, pool=steps.pool, capture_error_mode="thread_local"):
             self.result = steps.eager(self)
 
     def give(self, ids: Tensor, places: Tensor, past: Tensor, numbers: Tensor) -> None:
+        """Take the inputs of the next steps."""
         count = len(ids)
+        self._copied.synchronize()  # what was given before has left the host
         self._places.fill_(-1)
         self._ids[:count], self._places[:count], self._past[:count] = ids, places, past
         self._numbers[:, :count] = numbers
         self._bytes.copy_(self._given, non_blocking=True)
+        self._copied.record()
 
     def replay(self) -> None:
+        """Run the step on what was given last."""
         self.graph.replay()
 
 

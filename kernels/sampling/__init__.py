@@ -15,8 +15,8 @@ def draw_tokens(
     ``logits [N, V]``; ``temperature`` and ``point`` fp64 [N], the latter in [0, 1): the share of
     the distribution below the token. Temperature 0 takes the most likely token and reports its
     log-prob at temperature 1. Returns fp64 [N, 2], tokens and log-probs; the log-prob is not finite
-    where logits are not. On a GPU one Triton kernel, which waits for nothing; sums in another order than
-    torch's differ by 1e-15.
+    where logits are not. On a GPU one Triton kernel, which waits for nothing; its sums, in
+    another order than torch's, differ by 1e-15.
     """
     with torch.no_grad():
         if logits.is_cuda:
