@@ -8,11 +8,13 @@ from torch import nn
 
 from ..kernels.attention import causal_attention
 from ..kernels.device import takes_kernels
+from ..kernels.mla import append_latent, latent_attention
 from ..kernels.norm import rms_norm
 from ..kernels.precision import widen
 from .config import PolicyConfig
+from .joint import each
 from .packing import Packing
-from .state import LatentCache
+from .state import LatentCache, Placed
 
 MAX_SCORES = 1 << 26  # attention scores of a decoding layer that exist at once; 256 MiB in fp32
 
@@ -70,11 +72,13 @@ class GatedMLA(nn.Module):
         self,
         x: torch.Tensor,
         packing: Packing,
-        state: LatentCache | None,
+        state: LatentCache | Placed | None,
         past: torch.Tensor | None,
     ) -> torch.Tensor:
         """``x [T, D]`` -> ``[T, D]``; with ``state`` the new latents are appended after the
         ``past`` [N] tokens of each sequence."""
+        if isinstance(state, Placed) and past is not None:
+            return self._step(x, state, past)
         if self.low_rank_query:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         else:
@@ -89,6 +93,37 @@ class GatedMLA(nn.Module):
         if self.gated:
             out = out * torch.sigmoid(self.g_proj(x))
         return self.o_proj(out)
+
+    def _step(self, x: torch.Tensor, state: Placed, past: torch.Tensor) -> torch.Tensor:
+        """One token of some sequences of a cache, which is added to where it lies."""
+        cache = state.kept
+        assert isinstance(cache, LatentCache)
+        count, heads = len(x), self.num_heads
+        q, entry, *gate = each(x, self.projections())
+        append_latent(
+            *(entry, self.kv_a_layernorm.weight, self.kv_a_layernorm.eps),
+            *(cache.latent, state.places, past),
+        )
+        if self.low_rank_query:
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        q_nope, q_rope = q.unflatten(1, (heads, -1)).split([self.nope, self.rope], -1)
+        weight = self.kv_b_proj.weight.view(heads, self.nope + self.value, self.rank).to(q.dtype)
+        absorbed = torch.bmm(q_nope.transpose(0, 1), weight[:, : self.nope]).transpose(0, 1)
+        context = latent_attention(
+            absorbed, q_rope, cache.latent, state.places, state.lengths, self.scale
+        )
+        values = weight[:, self.nope :].transpose(1, 2)
+        out = x.new_empty(count, heads, self.value)
+        torch.bmm(context.transpose(0, 1), values, out=out.transpose(0, 1))
+        out = out.flatten(1)
+        if self.gated:
+            out = out * torch.sigmoid(gate[0])
+        return self.o_proj(out)
+
+    def projections(self) -> tuple[nn.Module, ...]:
+        """The maps of a layer's input, in the order in which a decode step wants their results."""
+        query = self.q_a_proj if self.low_rank_query else self.q_proj
+        return query, self.kv_a_proj_with_mqa, *((self.g_proj,) if self.gated else ())
 
     def _expanded(
         self, q: torch.Tensor, latent: torch.Tensor, shared: torch.Tensor, packing: Packing

@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.conv import short_conv
-from ..kernels.kda import chunk_kda, decode_kda, replay_kda
+from ..kernels.kda import chunk_kda, decode_kda, decode_kda_, replay_kda
 from ..kernels.norm import gated_norm
 from ..kernels.precision import as_given
 from .config import PolicyConfig
+from .joint import is_plain, joint, stacked
 from .packing import Packing
-from .state import KdaState, ReplayedKda
+from .state import KdaState, Placed, ReplayedKda
 
 
 class ShortConv(nn.Module):
@@ -84,11 +85,13 @@ class KimiDeltaAttention(nn.Module):
                 self.A_log.zero_()
 
     def forward(
-        self, x: torch.Tensor, packing: Packing, state: KdaState | ReplayedKda | None
+        self, x: torch.Tensor, packing: Packing, state: KdaState | ReplayedKda | Placed | None
     ) -> torch.Tensor:
         """``x [T, D]`` normed input -> ``[T, D]``; continues and updates ``state`` in place."""
+        if isinstance(state, Placed):
+            return self._step(x, state)
         qkv = self._qkv(x)
-        kernel = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])[:, 0]
+        kernel = self._kernel()
         z, beta = self.f_b_proj(self.f_a_proj(x)), self.b_proj(x)
         single = packing.longest == 1
         if isinstance(state, KdaState) and single:
@@ -132,26 +135,49 @@ class KimiDeltaAttention(nn.Module):
         heads = out.view(len(x), self.num_heads, -1)
         return self.o_proj(self.o_norm(heads, self._gate(x).view(heads.shape)).flatten(1))
 
+    def _step(self, x: torch.Tensor, state: Placed) -> torch.Tensor:
+        """One token of some sequences of a state, which is changed where it lies."""
+        kept = state.kept
+        assert isinstance(kept, KdaState)
+        parts = self.projections()
+        found = joint(x, parts)
+        if found is None:
+            found = torch.cat([part(x) for part in parts], -1)
+        inner = self.num_heads * self.head_dim
+        gate_size = inner if self.full_rank_gate else self.head_dim
+        sizes = (3 * inner, gate_size, self.head_dim, self.num_heads)
+        qkv, gate, low, beta, _ = found.split((*sizes, found.shape[1] - sum(sizes)), -1)
+        out = decode_kda_(
+            *(qkv, self._kernel(), kept.conv, self.f_b_proj(low), beta),
+            gate if self.full_rank_gate else self.g_b_proj(gate),
+            *(self.o_norm.weight, self.o_norm.eps),
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            state=kept.recurrent,
+            places=state.places,
+            lower_bound=self.lower_bound,
+        )
+        return self.o_proj(out)
+
+    def projections(self) -> tuple[nn.Module, ...]:
+        """The maps of a layer's input, in the order in which a decode step wants their results."""
+        gate = self.g_proj if self.full_rank_gate else self.g_a_proj
+        return self.q_proj, self.k_proj, self.v_proj, gate, self.f_a_proj, self.b_proj
+
+    def convolutions(self) -> tuple[nn.Parameter, ...]:
+        """Weights ``[C, 1, W]`` of the convolutions of q, k and v."""
+        return self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight
+
+    def _kernel(self) -> torch.Tensor:
+        return stacked(self.convolutions())[:, 0]
+
     def _qkv(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, 3 H K]``. One product saves a copy of the result, but copies the weights, which a
         decode step on a GPU would feel; modules that are more than their weight run as they are."""
         parts = (self.q_proj, self.k_proj, self.v_proj)
-        if all(map(_is_plain, parts)) and (not x.is_cuda or len(x) >= x.shape[1]):
+        if all(map(is_plain, parts)) and (not x.is_cuda or len(x) >= x.shape[1]):
             return F.linear(x, torch.cat([part.weight for part in parts]))
         return torch.cat([part(x) for part in parts], -1)
 
     def _gate(self, x: torch.Tensor) -> torch.Tensor:
         return self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-
-
-def _is_plain(part: nn.Module) -> bool:
-    """Whether a linear map is nothing but its weight; hooks on all modules of a process are not
-    looked for."""
-    hooks = (
-        part._forward_hooks,
-        part._forward_pre_hooks,
-        part._backward_hooks,
-        part._backward_pre_hooks,
-    )
-    own = "forward" in vars(part)
-    return type(part) is nn.Linear and part.bias is None and not own and not any(hooks)

@@ -20,6 +20,7 @@ from ..kernels.moe import (
 )
 from .attention import RMSNorm
 from .config import PolicyConfig
+from .joint import each, split_joint
 from .thresholds import TRACK, ThresholdRule
 
 
@@ -34,7 +35,15 @@ class DenseMLP(nn.Module):
         self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = each(x, self.projections())
+        return self.finish(gate, up)
+
+    def projections(self) -> tuple[nn.Module, ...]:
+        """The maps of its input."""
+        return self.gate_proj, self.up_proj
+
+    def finish(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """The result for both inner products ``[T, I]``."""
         if self.activation is None:
             return self.down_proj(F.silu(gate) * up)
         return self.down_proj(situ_glu(gate, up, *self.activation))
@@ -156,17 +165,34 @@ class LatentMoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [T, D]`` -> ``[T, D]``."""
         experts, weights = self.gate(x)
-        z = self.routed_expert_down_proj(x) if self.latent else x
+        parts = self.projections()
+        inner = split_joint(x, parts) if parts else None
+        z = x if inner is None else inner[0]
+        if inner is None and self.latent:
+            z = self.routed_expert_down_proj(x)
         kept = (self.experts.w1, self.experts.w2, self.experts.w3)
         # before any cast: an export encodes the weights as they are kept
         used = map(mxfp4_rounded, kept) if self.rounded else kept
         w1, w2, w3 = (w.to(z.dtype) for w in used)
         # Statistics are those of training forwards, to the bit, also where no gradient is wanted.
         dense = False if self.gate.collecting else None
-        weights = weights * self.scaling
+        if self.scaling != 1.0:
+            weights = weights * self.scaling
         out = grouped_experts(z, w1, w2, w3, experts, weights, self.activation, dense)
         if self.latent:
             if self.latent_norm:
                 out = self.routed_expert_norm(out)
             out = self.routed_expert_up_proj(out)
-        return out + self.shared_experts(x) if self.shared else out
+        if not self.shared:
+            return out
+        if inner is not None:
+            return out + self.shared_experts.finish(inner[1], inner[2])
+        return out + self.shared_experts(x)
+
+    def projections(self) -> tuple[nn.Module, ...]:
+        """The maps of a layer's input that one product may compute; none without a shared expert or
+        a latent space."""
+        if not (self.shared and self.latent):
+            return ()
+        shared = self.shared_experts
+        return self.routed_expert_down_proj, shared.gate_proj, shared.up_proj

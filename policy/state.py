@@ -125,6 +125,30 @@ class LatentCache:
 LayerState = KdaState | ReplayedKda | LatentCache
 
 
+@dataclass(slots=True)
+class Placed:
+    """A layer's state for one token of sequences that are anywhere in it: sequence n of the step is
+    row ``places[n]`` of ``kept``, below 0 none. It is changed where it lies, at any time of the
+    device's: nothing of it is read on the host, nothing is moved."""
+
+    kept: LayerState
+    places: torch.Tensor
+    lengths: torch.Tensor
+
+
+class PlacedState:
+    """What a step of one token reads of a `DecodeState`, and how it is changed by it.
+
+    ``places`` int32 [B] are rows of it, ``past`` int32 [B] their numbers of tokens so far; the
+    state's own ``lengths`` stay as they are.
+    """
+
+    def __init__(self, state: DecodeState, places: torch.Tensor, past: torch.Tensor) -> None:
+        after = past + 1
+        self.layers = [Placed(layer, places, after) for layer in state.layers]
+        self.lengths = past
+
+
 class DecodeState:
     """Recurrent state, convolution tails and latent cache of N sequences.
 
@@ -186,6 +210,12 @@ class DecodeState:
     def nbytes(self) -> int:
         """Bytes held by all tensors."""
         return sum(t.nbytes for layer in self.layers for t in layer.tensors())
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens of every sequence."""
+        for layer in self.layers:
+            if isinstance(layer, LatentCache):
+                layer.reserve(length)
 
     def select(self, index: torch.Tensor) -> DecodeState:
         """A copy of the rows ``index`` [M]; repeated rows fork a sequence."""

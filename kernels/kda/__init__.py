@@ -26,6 +26,7 @@ __all__ = [
     "ReplayState",
     "chunk_kda",
     "decode_kda",
+    "decode_kda_",
     "kda_gate",
     "naive_kda",
     "recurrent_kda",
@@ -298,3 +299,59 @@ def decode_kda(
         assert final is not None
         normed = gated_norm(out[:, 0], gate.view(count, heads, values), weight, eps)
     return normed.flatten(1), final, new_tail
+
+
+def decode_kda_(
+    qkv: torch.Tensor,
+    kernel: torch.Tensor,
+    tail: torch.Tensor,
+    z: torch.Tensor,
+    beta: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    places: torch.Tensor,
+    lower_bound: float | None = -5.0,
+) -> torch.Tensor:
+    """`decode_kda` with ``state [S, H, K, V]`` and ``tail [S, W - 1, C]`` changed in place, without
+    gradients: those of sequence n are row ``places[n]``, int [N]; its output ``[N, H * V]`` means
+    nothing where that is below 0.
+
+    No row may be named twice. Where `decode_kda` is one kernel this is too, and does not wait for
+    the GPU; ``state`` and ``tail`` must then be contiguous. ValueError names an argument that does
+    not fit.
+    """
+    count = len(qkv)
+    if places.shape != (count,) or len(tail) != len(state):
+        raise ValueError(
+            f"places must be [{count}] as qkv has rows, and tail and state have as many rows each, "
+            f"got {list(places.shape)}, {len(tail)} and {len(state)}"
+        )
+    line = (qkv, kernel, tail[:1].expand(count, -1, -1), z, beta, gate, weight, A_log, dt_bias)
+    check_step(*line, state[:1].expand(count, -1, -1, -1), lower_bound)
+    rows, parameters = (qkv, z, beta, gate, tail), (kernel, weight, A_log, dt_bias)
+    with torch.no_grad():
+        if qkv.is_cuda and lower_bound:
+            from .decode import decode_step, takes_decode
+
+            if takes_decode((*rows, *parameters), state):
+                if not (state.is_contiguous() and tail.is_contiguous()):
+                    raise ValueError("state and tail must be contiguous")
+                return decode_step(
+                    rows, parameters, state, bound=lower_bound, eps=eps, places=places
+                )[0]
+        used = (places >= 0).nonzero().flatten()
+        where = places[used].long()
+        some = (x[used] for x in (z, beta, gate))
+        found, state[where], tail[where] = decode_kda(
+            *(qkv[used], kernel, tail[where], *some, weight, eps),
+            A_log=A_log,
+            dt_bias=dt_bias,
+            initial_state=state[where],
+            lower_bound=lower_bound,
+        )
+        return found.new_zeros(count, found.shape[1]).index_copy_(0, used, found)

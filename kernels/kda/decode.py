@@ -35,20 +35,24 @@ def decode_step(
     *,
     bound: float,
     eps: float,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`farhorizon.kernels.kda.decode_kda` for ``rows`` qkv, z, beta, gate and tail, which are read
     where they are if their channels lie side by side, and ``parameters`` kernel, weight, A_log and
-    dt_bias."""
+    dt_bias. With ``places`` it is `decode_kda_`, of contiguous states and tails."""
     qkv, z, beta, gate, tail = (x if x.stride(-1) == 1 else x.contiguous() for x in rows)
     kernel, weight, a_log, dt_bias = (x.contiguous() for x in parameters)
-    initial = initial.contiguous()
-    count, heads, width, values = initial.shape
-    final, new_tail = torch.empty_like(initial), qkv.new_empty(tail.shape)
+    count, (_, heads, width, values) = len(qkv), initial.shape
+    if places is None:
+        initial = initial.contiguous()
+        final, new_tail = torch.empty_like(initial), qkv.new_empty(tail.shape)
+    else:
+        final, new_tail = initial, tail
     out = qkv.new_empty(count, heads * values)
     with on_device_of(qkv):
         launch(decode_kernel)[(count * heads,)](
             *(qkv, kernel, tail, z, beta, gate, weight, a_log, dt_bias),
-            *(initial, final, new_tail, out, eps, bound, heads),
+            *(initial, final, new_tail, out, places, eps, bound, heads),
             *(qkv.stride(0), tail.stride(0), tail.stride(1)),
             *(x.stride(0) for x in (z, beta, gate)),
             W=kernel.shape[1],
@@ -56,6 +60,7 @@ def decode_step(
             V=values,
             BV=min(values, COLUMNS),
             HELD=HELD,
+            PLACED=places is not None,
             FAST=qkv.is_cuda,
             num_warps=min(WARPS, -(-width // 32)),
         )

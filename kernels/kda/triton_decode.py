@@ -79,6 +79,7 @@ def decode_kernel(
     final,
     new_tail,
     out,
+    places,
     eps,
     bound,
     heads,
@@ -93,22 +94,30 @@ def decode_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
     HELD: tl.constexpr,
+    PLACED: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """One head of one sequence, ``BV`` value columns at a time; grid (N * H), heads first.
 
-    ``HELD`` such blocks of the state are held in registers or on their way there.
+    ``HELD`` such blocks of the state are held in registers or on their way there. With ``PLACED``
+    state and tail of sequence n lie in row ``places[n]``, below 0 nowhere, and the new ones may
+    take the place of the old.
     """
     blocks: tl.constexpr = V // BV
     line = tl.program_id(0)
     sequence, head = (line // heads).to(tl.int64), line % heads
+    row = sequence
+    if PLACED:
+        row = tl.load(places + sequence).to(tl.int64)
+        if row < 0:
+            return
     channels = heads * (2 * K + V)
     channel, column = tl.arange(0, K), tl.arange(0, V)
     q_c, k_c = head * K + channel, (heads + head) * K + channel
     v_c = 2 * heads * K + head * V + column
     # all loads first, the small ones before the state's: their arithmetic runs while those are on
     # their way
-    x_row, tail_row = qkv + sequence * qkv_n, tail + sequence * tail_n
+    x_row, tail_row = qkv + sequence * qkv_n, tail + row * tail_n
     q_window = window_of(x_row, tail_row, tail_w, q_c, W)
     k_window = window_of(x_row, tail_row, tail_w, k_c, W)
     v_window = window_of(x_row, tail_row, tail_w, v_c, W)
@@ -125,12 +134,14 @@ def decode_kernel(
         part = i * BV + share
         logits = logits + (tl.load(gate + sequence * gate_n + head * V + part),)
         scales = scales + (tl.load(weight + part),)
-    place = line.to(tl.int64) * (K * V) + channel[:, None] * V + share[None, :]
+    place = (row * heads + head) * (K * V) + channel[:, None] * V + share[None, :]
     states = ()
     for i in tl.static_range(min(HELD, blocks)):
         states = states + (tl.load(initial + place + i * BV),)
 
-    new_row = new_tail + sequence * (W - 1) * channels
+    if PLACED:
+        tl.debug_barrier()  # every thread has what lies where the new tail goes
+    new_row = new_tail + row * (W - 1) * channels
     keep_tail(q_window, new_row, channels, q_c, W)
     keep_tail(k_window, new_row, channels, k_c, W)
     keep_tail(v_window, new_row, channels, v_c, W)
