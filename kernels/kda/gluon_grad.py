@@ -22,6 +22,7 @@ from .gluon_grad_parts import (
     halves,
     log2_decay,
     open_share,
+    parted,
     rounded,
     running_sum,
     store_residual,
@@ -104,10 +105,12 @@ def key_stage(
     parts = warpgroup_mma(turned_state, left_stack.permute((1, 0)), wide_zero, is_async=True)
     k_unit = gl.where(inside, k.permute((1, 0)).load(thin).to(gl.float32), 0.0)
     k_unit *= k_scale_tile.load(across)[None, :]
-    k_fall, k_fallen = rounded(k_unit * fall)
+    k_fall, k_fall_low = parted(k_unit * fall)
+    turned_pairs = pairs.permute((1, 0))
     nears = warpgroup_mma(
-        gl.convert_layout(k_fall, left), pairs.permute((1, 0)), wide_zero, is_async=True
+        gl.convert_layout(k_fall_low, left), turned_pairs, wide_zero, is_async=True
     )
+    nears = warpgroup_mma(gl.convert_layout(k_fall, left), turned_pairs, nears, is_async=True)
     q_unit = gl.where(inside, q.permute((1, 0)).load(thin).to(gl.float32), 0.0)
     q_unit *= q_scale_tile.load(across)[None, :]
     q_rise, q_risen = rounded(q_unit * rise)
@@ -132,6 +135,7 @@ def key_stage(
     part, near = warpgroup_mma_wait(0, deps=[part, near])
     part *= fall * gl.exp2(total + ANCHOR)[:, None]
     last = last * gl.exp2(total) + gl.sum(k_unit * part, 1)
+    k_fallen = k_fall.to(gl.float32) + k_fall_low.to(gl.float32)
     d_grown -= k_unit * part + k_fallen * near * size
     gradient += part + fall * near * size + read_tile.load(across)[None, :] * q_unit
     if NORM:

@@ -132,6 +132,25 @@ def rounded(x):
 
 
 @gluon.jit
+def parted(x):
+    """Two bf16 that add up to ``x`` within 2^-17; two values at a time, as in `thirds`."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b; .reg .f32 c, d;
+        cvt.rn.bf16x2.f32 $0, $3, $2;
+        shl.b32 a, $0, 16; and.b32 b, $0, 0xffff0000; mov.b32 c, a; mov.b32 d, b;
+        sub.f32 c, $2, c; sub.f32 d, $3, d;
+        cvt.rn.bf16x2.f32 $1, d, c;
+        }""",
+        "=&r,=r,f,f",
+        [x],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
 def running_sum(x, ones, layout: gl.constexpr):
     """``x [P, C]`` times a matrix of zeros and ones in shared memory, exact up to fp32 sums."""
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_grad_parts import LOG2E
+from .gluon_grad_parts import LOG2E, parted
 
 
 @gluon.jit
@@ -40,23 +40,9 @@ def share(x):
 
 
 @gluon.jit
-def store_split(x, high, low):
-    """``x`` as two bf16 parts that add up to it within 2^-17; pairs, which the compiler misses."""
-    top, rest = gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b; .reg .f32 c, d;
-        cvt.rn.bf16x2.f32 $0, $3, $2;
-        shl.b32 a, $0, 16; and.b32 b, $0, 0xffff0000;
-        mov.b32 c, a; mov.b32 d, b;
-        sub.f32 c, $2, c; sub.f32 d, $3, d;
-        cvt.rn.bf16x2.f32 $1, d, c;
-        }""",
-        "=&r,=r,f,f",
-        [x],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
+def store_parts(x, high, low):
+    """Write the two parts of ``x``, as `parted` makes them."""
+    top, rest = parted(x)
     high.store(top)
     low.store(rest)
 
@@ -212,9 +198,9 @@ def pair_products(
         k_fall = k * gl.exp2(grown * -unit - ANCHOR)
         rise = gl.exp2(grown * unit + ANCHOR)
         logits.store((k_fall * gl.exp2(total + ANCHOR)[None, :]).to(work))
-        store_split(k_fall, fall_high, fall_low)
-        store_split(k * rise, k_tile, low.index(0))
-        store_split(q * rise, q_tile, low.index(1))
+        store_parts(k_fall, fall_high, fall_low)
+        store_parts(k * rise, k_tile, low.index(0))
+        store_parts(q * rise, q_tile, low.index(1))
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(kh_desc, [line, half * HALF], logits)

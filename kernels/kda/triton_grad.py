@@ -10,9 +10,11 @@ and their gradient (`triton_scan`), G the cumulative log decay in powers of two 
              rowsum(2^T S dS) + sum_i k_i 2^(T - G_i) (U dS^T)_i through the running sum
 Terms with i = j have decay 1 and no part in dG; they join dq and dk afterwards. Every other term
 enters dG at i and leaves it at j, so both places take the product of the same rounded factors: what
-must cancel in the running sum then cancels exactly. The factors carry the constants of
-`triton_prep`. The L2 normalisation needs q.dq = dO.O and k.dk = 2 Z.U - beta Z.V, so that channels
-can be split; the gradient of the logit of beta is (1 - beta) Z.U.
+must cancel in the running sum then cancels exactly. In 16 bits five roundings of one size would
+make up the error of dg, of U, dA, q_i 2^G_i, k_j 2^-G_j and dg itself: k_j 2^-G_j goes in as two
+parts, which leaves four. The factors carry the constants of `triton_prep`. The L2 normalisation
+needs q.dq = dO.O and k.dk = 2 Z.U - beta Z.V, so that channels can be split; the gradient of the
+logit of beta is (1 - beta) Z.U.
 """
 
 from __future__ import annotations
@@ -189,11 +191,14 @@ def grad_kernel(
     q_rise = (q_unit * rise).to(work)
     k_rise = (k_unit * rise).to(work)
     k_fall = (k_unit * fall).to(work)
+    k_fall_low = (k_unit * fall - k_fall.to(tl.float32)).to(work)
+    k_fallen = k_fall.to(tl.float32) + k_fall_low.to(tl.float32)
 
     part = tl.dot(tl.trans(state), tl.trans(do), input_precision="ieee")
     part *= rise * (unanchor * scale)
     d_grown = q_unit * part
-    near = tl.dot(k_fall, tl.trans(d_reads), input_precision="ieee")
+    near = tl.dot(k_fall_low, tl.trans(d_reads), input_precision="ieee")
+    near = tl.dot(k_fall, tl.trans(d_reads), acc=near, input_precision="ieee")
     d_grown += q_rise.to(tl.float32) * near * size
     gradient = part + rise * near * size + self_read[None, :] * k_unit - q_unit * q_along[None, :]
     gradient *= q_scale[None, :]
@@ -203,7 +208,8 @@ def grad_kernel(
     gradient = tl.dot(tl.trans(state), tl.trans(z), input_precision="ieee")
     gradient *= rise * (strength * -unanchor)[None, :]
     d_grown += k_unit * gradient
-    near = tl.dot(k_fall, tl.trans(d_lower), input_precision="ieee")
+    near = tl.dot(k_fall_low, tl.trans(d_lower), input_precision="ieee")
+    near = tl.dot(k_fall, tl.trans(d_lower), acc=near, input_precision="ieee")
     d_grown += k_rise.to(tl.float32) * near * size
     gradient += rise * near * size
     part = tl.dot(tl.trans(d_state), tl.trans(u), input_precision="ieee")
@@ -213,7 +219,7 @@ def grad_kernel(
     gradient += part
     near = tl.dot(q_rise, d_reads, input_precision="ieee")
     near = tl.dot(k_rise, d_lower, acc=near, input_precision="ieee")
-    d_grown -= k_fall.to(tl.float32) * near * size
+    d_grown -= k_fallen * near * size
     gradient += fall * near * size + self_read[None, :] * q_unit
     gradient = (gradient - k_unit * k_along[None, :]) * k_scale[None, :]
     tl.store(dk + target, gradient.to(dk.dtype.element_ty), mask=across)

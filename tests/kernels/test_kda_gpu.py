@@ -83,6 +83,21 @@ def test_errors_stay_below_those_of_the_16_bit_inputs(shift: float, width: int, 
         assert error < ALLOWED[name], name
 
 
+@pytest.mark.parametrize("shift", [0.0, 6.0])
+def test_gate_gradient_has_four_roundings(shift: float) -> None:
+    """Of about 1.64e-3 each (see `triton_grad`); a fifth would make 3.7e-3."""
+    inputs = draw(1024, 4, shift=shift)
+    inputs["A_log"], inputs["dt_bias"] = (torch.zeros_like(inputs[n]) for n in NAMES[5:])
+    narrow = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    wide = {name: x.double().requires_grad_() for name, x in inputs.items()}
+    out, expected = chunk_kda(**narrow, **FLAGS)[0], naive_kda(**wide, **FLAGS)[0]
+    d_out = torch.randn_like(out)
+    out.backward(d_out)
+    expected.backward(d_out.double())
+    assert narrow["g"].grad is not None and wide["g"].grad is not None
+    assert relative(narrow["g"].grad, wide["g"].grad) < 3.45e-3
+
+
 def test_gate_gradient_at_the_bound() -> None:
     inputs = draw(256, 2)
     inputs["g"] = torch.full_like(inputs["g"], -5.0)
