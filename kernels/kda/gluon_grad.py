@@ -30,6 +30,8 @@ from .gluon_grad_parts import (
     value_stage,
 )
 
+GROUP = gl.constexpr(16)  # chunks of a head that run next to each other
+
 
 @gluon.jit
 def key_stage(
@@ -201,11 +203,14 @@ def grad_hopper_kernel(
 ):
     """As `triton_grad.grad_kernel`, grid (chunks H K / PIECE); ``C`` 32, ``PIECE`` 64, 4 warps."""
     work: gl.constexpr = gl.bfloat16
-    # The pieces of a chunk run next to each other: the second finds its tiles in the cache. So do
-    # its heads, as they lie in memory.
+    # The pieces of a chunk run next to each other: the second finds its tiles in the cache. Then
+    # come `GROUP` chunks of a head, as workspaces lie, then its other heads, as tokens lie.
     piece = gl.program_id(0) % (K // PIECE)
-    head = gl.program_id(0) // (K // PIECE) % heads
-    chunk = gl.program_id(0) // (K // PIECE * heads)
+    run = gl.program_id(0) // (K // PIECE)
+    before = run // (GROUP * heads) * GROUP
+    members = gl.minimum(chunks - before, GROUP)
+    chunk = before + run % (GROUP * heads) % members
+    head = run % (GROUP * heads) // members
     start = gl.load(chunk_table + 2 * chunk)
     length = gl.load(chunk_table + 2 * chunk + 1)
     space = head.to(gl.int64) * chunks + chunk
