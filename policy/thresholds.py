@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..kernels.moe.histogram import centred
+
 
 class ThresholdRule(Protocol):
     """The next thresholds ``[E]`` fp32 from the current ones and from ``solve``, which gives those
@@ -41,7 +43,7 @@ class Ema:
 
     def __call__(self, current: Tensor, solve: Callable[[], Tensor]) -> Tensor:
         mixed = self.decay * current + (1 - self.decay) * solve()
-        return mixed - mixed.mean()
+        return centred(mixed)
 
 
 TRACK = Track()

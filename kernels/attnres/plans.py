@@ -16,10 +16,16 @@ PROGRAMS = 1024  # in which rows are spread before a program gets a second one
 REGISTERS = 65536
 SHARED, RESERVED = 233472, 1024  # bytes of shared memory, of which each program takes some for good
 NARROWEST, WIDEST = 256, 8192  # rows that the Hopper kernels take
-ELEMENTS = 512  # of a row for a warp, 16 for a thread
-GLUON_RESIDENT, GLUON_BACKWARD_RESIDENT = 20, 16  # warps
+# Of a row for a warp, 16 for a thread, but in rows that take `MOST_WARPS` then: a program of more
+# waits at its barriers longer than registers gain, and leaves no room for another beside it.
+ELEMENTS, MOST_WARPS = 512, 8
+GLUON_RESIDENT, GLUON_BACKWARD_RESIDENT = 20, 16  # warps, the latter of 16 elements a thread
 GROUP = 5  # sources that are reduced at once, at most
-RING, BACKWARD_RING = 4, 4  # groups, and carried gradients, in shared memory at most
+LEAST_RING, RING = 3, 4  # groups in shared memory, of which one is read and the others are coming
+# On the way back: two rows of all sources, so that one is coming throughout, if so many warps
+# remain. One row alone is followed source by source, and its program takes more warps instead.
+LEAST_RESIDENT, ALONE_WARPS = 8, 16
+BACKWARD_RING = 2  # carried gradients in shared memory, for each of these rows
 
 
 def rows_each(rows: int, most: int) -> int:
@@ -50,10 +56,13 @@ def registers_for(warps: int) -> int:
     return min(255, REGISTERS // (32 * warps) // 8 * 8)
 
 
-def hopper_tile(width: int, programs: int) -> tuple[dict[str, int], int]:
+def padded_to(width: int) -> int:
+    return max(NARROWEST, 1 << (width - 1).bit_length())
+
+
+def hopper_tile(width: int, warps: int, programs: int) -> tuple[dict[str, int], int]:
     """The tile of a row, and rows that fit in the shared memory of one program."""
-    padded = max(NARROWEST, 1 << (width - 1).bit_length())
-    warps = warps_for(width)
+    padded = padded_to(width)
     tile = {
         "D": width,
         "WARPS": warps,
@@ -65,9 +74,8 @@ def hopper_tile(width: int, programs: int) -> tuple[dict[str, int], int]:
     return tile, (SHARED // programs - RESERVED - sums) // (2 * padded)
 
 
-def warps_for(width: int) -> int:
-    padded = max(NARROWEST, 1 << (width - 1).bit_length())
-    return max(1, min(WARPS, padded // ELEMENTS))
+def warps_for(width: int, most: int = MOST_WARPS) -> int:
+    return max(1, min(most, padded_to(width) // ELEMENTS))
 
 
 @lru_cache
@@ -75,10 +83,11 @@ def forward_plan(width: int, sources: int, updated: bool) -> tuple[dict[str, int
     """Constants of `mix_hopper_kernel` and its programs on a multiprocessor; None: does not fit."""
     if not NARROWEST <= width <= WIDEST or width % LINE:
         return None
-    programs = GLUON_RESIDENT // warps_for(width)
-    tile, room = hopper_tile(width, programs)
+    warps = warps_for(width)
+    programs = GLUON_RESIDENT // warps
+    tile, room = hopper_tile(width, warps, programs)
     items = sources + updated
-    groups = -(-items // min(GROUP, room // 2))
+    groups = -(-items // min(GROUP, room // LEAST_RING))
     size = max(1 + updated, -(-items // groups))
     return tile | {"GROUP": size, "RING": min(RING, room // size)}, programs
 
@@ -88,11 +97,12 @@ def backward_plan(width: int, sources: int) -> tuple[dict[str, int], int] | None
     """Constants of `mix_backward_hopper_kernel`, likewise."""
     if not NARROWEST <= width <= WIDEST or width % LINE:
         return None
-    kept = max(32, 1 << (2 * sources).bit_length())
-    for programs in range(GLUON_BACKWARD_RESIDENT // warps_for(width), 0, -1):
-        tile, room = hopper_tile(width, programs)
-        sets = 2 if 2 * (sources + 1) + 3 <= room else 1
-        ring = min(BACKWARD_RING, sets * sources, room - sets * (sources + 1))
-        if ring >= min(2, sources):
-            return tile | {"SETS": sets, "RING": ring, "KEPT": kept}, programs
+    padded, kept = padded_to(width), max(32, 1 << (2 * sources).bit_length())
+    for sets, most, resident in ((2, MOST_WARPS, LEAST_RESIDENT), (1, ALONE_WARPS, 1)):
+        warps = warps_for(width, most)
+        ring = sets * min(BACKWARD_RING, sources)
+        for programs in range(GLUON_BACKWARD_RESIDENT * ELEMENTS // max(ELEMENTS, padded), 0, -1):
+            tile, room = hopper_tile(width, warps, programs)
+            if programs * warps >= resident and sets * (sources + 1) + ring <= room:
+                return tile | {"SETS": sets, "RING": ring, "KEPT": kept}, programs
     return None

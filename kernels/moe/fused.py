@@ -16,21 +16,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import is_hopper, launch, on_device_of, processors
 from ..precision import as_given
-from .gluon_histogram import count_hopper_kernel
+from .gluon_histogram import count_hopper_kernel, load_hopper_kernel
 from .histogram import NUM_BINS, Counts, QuantileHistogram
 from .route import MOST_CHOICES
-from .triton_histogram import count_kernel
+from .triton_histogram import count_kernel, load_kernel
 from .triton_router import product_kernel, select_kernel
 
-ELEMENTS = 1 << 26  # logits that exist at once: 256 MiB
+ELEMENTS = 1 << 25  # logits that exist at once: 128 MiB, of which a cache holds much
 PART = torch.bfloat16  # of numbers in fp32, two of which stand for one
 STEP, STAGES = 64, 3  # of the product: terms of a sum at once, and tiles on their way
 FEW_ROWS = 1024  # of a product, which then takes small tiles
 COLUMNS = 64  # in which `select_kernel` looks for large numbers
 SELECT_REGISTERS = 64  # of a thread, so that an SM holds its 32 programs
 COUNT_TILE = 32, 32
-# Experts of a program, its warps, tokens that a thread reads at once, and programs of an SM.
-HOPPER_EXPERTS, HOPPER_WARPS, HOPPER_DEPTH, HOPPER_PROGRAMS = 16, 8, 8, 3
+# Experts of a program, its warps, and tokens that a thread reads at once. A lane for each expert:
+# none waits for another's bank, and a table of 128 KiB leaves room for one program of an SM.
+HOPPER_EXPERTS, HOPPER_WARPS, HOPPER_DEPTH = 32, 32, 8
+LOAD_ROUTES = 4096  # that are counted at once
+LOAD_WARPS, LOAD_DEPTH = 32, 4  # on Hopper: of a program, and routes of a thread
 
 Tensor = torch.Tensor
 
@@ -93,13 +96,10 @@ def select(
     experts: Tensor,
     mixed: tuple[Tensor, Tensor] | None = None,
     given: tuple[Tensor, Tensor] | None = None,
-    load: Tensor | None = None,
-    valid: Tensor | None = None,
 ) -> Tensor:
     """The cutoff ``[T]`` of `route` for contiguous ``values [T, E]``, which are scores, or
     ``logits`` of them; ``experts [T, k]`` int64 takes the choice, or what is ``given``. Into
-    ``mixed``, both ``[T, k]`` fp32, go the scores of the experts and the mixing weights; ``load``
-    and ``valid`` as in `Counts`."""
+    ``mixed``, both ``[T, k]`` fp32, go the scores of the experts and the mixing weights."""
     tokens, num_experts = values.shape
     padded = power_of_two(num_experts)
     columns = min(padded, max(COLUMNS, padded // 16))
@@ -113,8 +113,8 @@ def select(
     if tokens:
         with on_device_of(values):
             launch(select_kernel)[(tokens,)](
-                *(values, bias.float().contiguous(), routes, byte_mask(known), byte_mask(valid)),
-                *(candidates, experts, cutoff, *(mixed or (None, None)), load),
+                *(values, bias.float().contiguous(), routes, byte_mask(known)),
+                *(candidates, experts, cutoff, *(mixed or (None, None))),
                 E=num_experts,
                 K=k,
                 A=padded // columns,
@@ -124,8 +124,6 @@ def select(
                 LOGITS=logits,
                 GIVEN=given is not None,
                 MIX=mixed is not None,
-                COUNT=load is not None,
-                MASKED=valid is not None,
                 FAST=values.is_cuda,
                 num_warps=warps,
                 **limits,
@@ -159,7 +157,7 @@ def count(
         if is_hopper(values.device):
             groups = -(-num_experts // HOPPER_EXPERTS)
             tiles = -(-tokens * HOPPER_EXPERTS // (32 * HOPPER_WARPS * HOPPER_DEPTH))
-            shares = HOPPER_PROGRAMS * processors(values.device) // groups
+            shares = processors(values.device) // groups
             launch(count_hopper_kernel)[(groups, max(1, min(shares, tiles)))](
                 *given,
                 **fixed,
@@ -172,6 +170,24 @@ def count(
             launch(count_kernel)[tuple(grid)](
                 *given, **fixed, BT=COUNT_TILE[0], BE=COUNT_TILE[1], FAST=values.is_cuda
             )
+
+
+def add_load(load: Tensor, experts: Tensor, valid: Tensor | None) -> None:
+    """Count routes ``experts [T, k]`` int64, contiguous, as `Counts` has it."""
+    num_experts, routes = len(load), experts.numel()
+    if not routes:
+        return
+    given = (experts, byte_mask(valid), load, routes)
+    fixed = {"E": num_experts, "K": experts.shape[1], "BINS": power_of_two(num_experts + 1)}
+    fixed["MASKED"] = valid is not None
+    with on_device_of(load):
+        if is_hopper(load.device):
+            blocks = -(-routes // (32 * LOAD_WARPS * LOAD_DEPTH))
+            launch(load_hopper_kernel)[(min(blocks, processors(load.device)),)](
+                *given, **fixed, DEPTH=LOAD_DEPTH, num_warps=LOAD_WARPS
+            )
+        else:
+            launch(load_kernel)[(-(-routes // LOAD_ROUTES),)](*given, **fixed, BLOCK=LOAD_ROUTES)
 
 
 def rows_at_once(num_experts: int) -> int:
@@ -217,9 +233,11 @@ class Routing(torch.autograd.Function):
             counted = None if valid is None else valid[some]
             mixed = chosen[some], weights[some]
             taken = None if given is None else (given[0][some], given[1][some])
-            cutoff = select(logits, bias, k, True, experts[some], mixed, taken, load, counted)
+            cutoff = select(logits, bias, k, True, experts[some], mixed, taken)
             if histogram is not None:
                 count(histogram, logits, cutoff, counted, True)
+        if load is not None:
+            add_load(load, experts, valid)
         ctx.save_for_backward(x, weight, experts, weights, chosen)
         ctx.mark_non_differentiable(experts)
         return experts, weights

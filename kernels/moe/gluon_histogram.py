@@ -55,6 +55,19 @@ def increment(address):
     )
 
 
+@gluon.jit
+def address_of(offset):
+    """The address of bytes of shared memory, ``offset`` behind where that of the program begins."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 a; mov.b32 a, global_smem; add.u32 $0, $1, a;}",
+        "=r,r",
+        [offset],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
 @gluon.jit(do_not_specialize=["tokens"])
 def count_hopper_kernel(
     values,
@@ -95,14 +108,7 @@ def count_hopper_kernel(
     expert = gl.arange(0, BE, layout=gl.SliceLayout(0, tile))
     # Where the counts of an expert begin, less what the bits of 2^23 come to, as 32 bits wrap.
     HIDDEN: gl.constexpr = ((1 << 31) - 0x4B000000 * BE * 4) % (1 << 32) - (1 << 31)
-    begin = gl.inline_asm_elementwise(
-        "{.reg .b32 a; mov.b32 a, global_smem; add.u32 $0, $1, a;}",
-        "=r,r",
-        [expert * 4 + HIDDEN],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )[None, :]
+    begin = address_of(expert * 4 + HIDDEN)[None, :]
     share, shares = gl.program_id(1), gl.num_programs(1)
     mine = (gl.program_id(0) * BE + expert < E)[None, :]
     own = values + gl.program_id(0) * BE + row.to(gl.int64)[:, None] * E + expert[None, :]
@@ -150,3 +156,40 @@ def count_hopper_kernel(
         found = gl.convert_layout(table.index(part).load(down), across)
         first = part * 8 * WARPS
         gl.atomic_add(into + first, found, mask=(found > 0) & (first + bin < BINS), sem="relaxed")
+
+
+@gluon.jit(do_not_specialize=["routes"])
+def load_hopper_kernel(
+    experts,
+    valid,
+    load,
+    routes,
+    E: gl.constexpr,
+    K: gl.constexpr,
+    BINS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """As `load_kernel`, with grid (programs): each counts in shared memory, of which nothing else
+    may take any, and adds to ``load`` once. What does not count is in bin E of ``BINS``."""
+    WARPS: gl.constexpr = gl.num_warps()
+    BLOCK: gl.constexpr = 32 * WARPS * DEPTH
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
+    wide: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    table = gl.allocate_shared_memory(gl.int32, [BINS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    table.store(gl.zeros([BINS], gl.int32, wide))
+    gl.thread_barrier()
+    place = gl.arange(0, BLOCK, layout=line)
+    for block in range(gl.program_id(0), gl.cdiv(routes, BLOCK), gl.num_programs(0)):
+        route = block.to(gl.int64) * BLOCK + place
+        inside = route < routes
+        expert = gl.load(experts + route, mask=inside, other=E).to(gl.int32)
+        if MASKED:
+            inside &= gl.load(valid + route // K, mask=inside, other=0) != 0
+        inside &= (expert >= 0) & (expert < E)
+        increment(address_of(gl.where(inside, expert, E) * 4))
+    gl.thread_barrier()
+    number = gl.arange(0, BINS, layout=wide)
+    found = table.load(wide)
+    mask = (number < E) & (found > 0)
+    gl.atomic_add(load + number, found.to(gl.int64), mask=mask, sem="relaxed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,8 @@ class QuantileHistogram:
         self.bias = bias.detach().float().clone()
         self.low = bias.min().float() - 1.0
         span = bias.max().float() + 1.0 - self.low
-        self.width, self.scale = span / NUM_BINS, NUM_BINS / span
+        # By a tensor: a GPU divides by a number as it multiplies by its reciprocal.
+        self.width, self.scale = span / torch.full_like(span, NUM_BINS), NUM_BINS / span
         self.counts = torch.zeros(len(bias), NUM_BINS, dtype=torch.int32, device=bias.device)
         self.tokens = torch.zeros(1, dtype=torch.int64, device=bias.device)
 
@@ -67,12 +69,14 @@ class QuantileHistogram:
 
     def solve(self) -> torch.Tensor:
         """The next bias ``[E]`` fp32, mean zero: per expert the value below which a share k/E of
-        the required biases lies. ValueError if nothing was counted."""
+        the required biases lies; to the bit the same on every device. ValueError if nothing was
+        counted."""
         if int(self.tokens) == 0:
             raise ValueError("no token was counted")
         if self.k == len(self.bias):
-            return self.bias - self.bias.mean()
-        rank = self.tokens.double() * self.k / len(self.counts)  # need not be whole
+            return centred(self.bias)
+        rank = self.tokens.double() * self.k  # need not be whole when divided, by a tensor as above
+        rank = rank / torch.full_like(rank, len(self.counts))
         total = self.counts.double().cumsum(1)
         index = torch.searchsorted(total, rank.expand(len(total), 1).contiguous())
         index = index.clamp_(max=NUM_BINS - 1)
@@ -80,7 +84,14 @@ class QuantileHistogram:
         before = total.gather(1, index) - inside
         part = ((rank - before) / inside.clamp(min=1)).clamp_(0, 1)
         bias = self.low.double() + (index[:, 0].double() + part[:, 0]) * self.width.double()
-        return (bias - bias.mean()).float()
+        return centred(bias)
+
+
+def centred(bias: torch.Tensor) -> torch.Tensor:
+    """``bias [E]`` less its mean, fp32: the exact sum depends on no order and no device."""
+    wide = bias.double()
+    mean = math.fsum(wide.tolist()) / len(wide)
+    return (wide - mean).float()
 
 
 class Counts(NamedTuple):

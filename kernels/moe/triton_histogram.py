@@ -52,3 +52,28 @@ def count_kernel(
     # the comparison is false of what is no number: that counts as the first
     bins = tl.where(bins > 0, tl.minimum(bins, BINS - 1), 0.0).to(tl.int32)
     tl.atomic_add(counts + expert[None, :] * BINS + bins, 1, mask=mask, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["routes"])
+def load_kernel(
+    experts,
+    valid,
+    load,
+    routes,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add to ``load [E]`` how often each is among ``experts [routes / K, K]``; with ``MASKED`` of
+    tokens where ``valid`` is not 0. Grid (routes / BLOCK); ``BINS`` is a power of two above E."""
+    route = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = route < routes
+    if MASKED:
+        inside &= tl.load(valid + route // K, mask=inside, other=0) != 0
+    expert = tl.load(experts + route, mask=inside, other=0).to(tl.int32)
+    found = tl.histogram(expert, BINS, mask=inside)
+    number = tl.arange(0, BINS)
+    mask = (number < E) & (found > 0)
+    tl.atomic_add(load + number, found.to(tl.int64), mask=mask, sem="relaxed")

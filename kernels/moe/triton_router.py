@@ -98,13 +98,11 @@ def select_kernel(
     bias,
     given,
     known,
-    valid,
     candidates,
     experts,
     cutoff,
     chosen,
     weights,
-    load,
     E: tl.constexpr,
     K: tl.constexpr,
     A: tl.constexpr,
@@ -114,8 +112,6 @@ def select_kernel(
     LOGITS: tl.constexpr,
     GIVEN: tl.constexpr,
     MIX: tl.constexpr,
-    COUNT: tl.constexpr,
-    MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """The best ``K`` of ``E`` experts of one token in falling order, and the biased score of the
@@ -125,8 +121,7 @@ def select_kernel(
 
     With ``GIVEN``, tokens where ``known`` is not 0 take the experts ``given [T, K]`` instead. With
     ``MIX``, ``chosen [T, K]`` takes the scores of the experts, and ``weights`` their shares of the
-    sum; ``S`` is the power of two that ``K`` is padded to. With ``COUNT``, ``load [E]`` takes the
-    number of routes, with ``MASKED`` of tokens where ``valid`` is not 0.
+    sum; ``S`` is the power of two that ``K`` is padded to.
     """
     wanted: tl.constexpr = min(K + 1, E)
     # backwards: the cache still holds the logits that were written last
@@ -202,14 +197,3 @@ def select_kernel(
             tl.store(experts + slot, other, mask=taken)
             tl.store(chosen + slot, share, mask=taken)
         tl.store(weights + token * K + slot, share / (tl.sum(share, 0) + 1e-20), mask=taken)
-    if COUNT:
-        if MASKED:
-            counted = tl.load(valid + token) != 0
-            best &= counted
-            taken &= counted
-        if GIVEN:
-            tl.debug_barrier()
-            number = tl.load(experts + slot, mask=taken, other=0)
-            tl.atomic_add(load + number, tl.full([S], 1, tl.int64), mask=taken, sem="relaxed")
-        else:
-            tl.atomic_add(load + expert, tl.full([C], 1, tl.int64), mask=best, sem="relaxed")
