@@ -32,7 +32,7 @@ COUNT_TILE = 32, 32
 # Experts of a program, its warps, and tokens that a thread reads at once. A lane for each expert:
 # none waits for another's bank, and a table of 128 KiB leaves room for one program of an SM.
 HOPPER_EXPERTS, HOPPER_WARPS, HOPPER_DEPTH = 32, 32, 8
-LOAD_ROUTES = 4096  # that are counted at once
+LOAD_ROUTES = 1024  # that are counted at once
 LOAD_WARPS, LOAD_DEPTH = 32, 4  # on Hopper: of a program, and routes of a thread
 
 Tensor = torch.Tensor
@@ -178,13 +178,17 @@ def add_load(load: Tensor, experts: Tensor, valid: Tensor | None) -> None:
     if not routes:
         return
     given = (experts, byte_mask(valid), load, routes)
-    fixed = {"E": num_experts, "K": experts.shape[1], "BINS": power_of_two(num_experts + 1)}
-    fixed["MASKED"] = valid is not None
+    fixed = {"K": experts.shape[1], "MASKED": valid is not None}
     with on_device_of(load):
         if is_hopper(load.device):
             blocks = -(-routes // (32 * LOAD_WARPS * LOAD_DEPTH))
             launch(load_hopper_kernel)[(min(blocks, processors(load.device)),)](
-                *given, **fixed, DEPTH=LOAD_DEPTH, num_warps=LOAD_WARPS
+                *given,
+                **fixed,
+                E=num_experts,
+                BINS=power_of_two(num_experts + 1),
+                DEPTH=LOAD_DEPTH,
+                num_warps=LOAD_WARPS,
             )
         else:
             launch(load_kernel)[(-(-routes // LOAD_ROUTES),)](*given, **fixed, BLOCK=LOAD_ROUTES)

@@ -1,4 +1,5 @@
-"""The counts of Quantile Balancing in Triton: one atomic sum in memory for each token and expert.
+"""The counts of Quantile Balancing in Triton: one atomic sum in memory for each token and expert,
+and for each route.
 
 Sums of integers come out the same in any order. `gluon_histogram` has the form for Hopper.
 """
@@ -60,20 +61,15 @@ def load_kernel(
     valid,
     load,
     routes,
-    E: tl.constexpr,
     K: tl.constexpr,
-    BINS: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add to ``load [E]`` how often each is among ``experts [routes / K, K]``; with ``MASKED`` of
-    tokens where ``valid`` is not 0. Grid (routes / BLOCK); ``BINS`` is a power of two above E."""
+    tokens where ``valid`` is not 0. Grid (routes / BLOCK)."""
     route = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = route < routes
     if MASKED:
         inside &= tl.load(valid + route // K, mask=inside, other=0) != 0
-    expert = tl.load(experts + route, mask=inside, other=0).to(tl.int32)
-    found = tl.histogram(expert, BINS, mask=inside)
-    number = tl.arange(0, BINS)
-    mask = (number < E) & (found > 0)
-    tl.atomic_add(load + number, found.to(tl.int64), mask=mask, sem="relaxed")
+    expert = tl.load(experts + route, mask=inside, other=0)
+    tl.atomic_add(load + expert, tl.full([BLOCK], 1, tl.int64), mask=inside, sem="relaxed")

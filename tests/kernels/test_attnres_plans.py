@@ -32,10 +32,30 @@ def fits(tile: dict[str, int], programs: int, rows: int) -> None:
     assert programs * 32 * tile["num_warps"] * tile["maxnreg"] <= 65536
 
 
-def test_a_wide_row_of_nine_sources_has_a_multiprocessor_to_itself() -> None:
-    tile, programs = plans.backward_plan(7168, 9) or ({}, 0)
-    assert (tile["WARPS"], tile["COLS"], programs) == (16, 512, 1)  # 8192 elements, 16 a thread
-    assert tile["SETS"] * 10 + tile["RING"] == 14  # of 16 KiB: 15 would take 240
+def shape(plan: tuple[dict[str, int], int] | None) -> tuple[int, ...]:
+    tile, programs = plan or ({}, 0)
+    return tile["WARPS"], tile["COLS"], programs
+
+
+def test_two_programs_are_on_a_multiprocessor_wide_as_rows_may_be() -> None:
+    """One computes while the other waits at a barrier; three groups of rows are on their way."""
+    assert shape(plans.forward_plan(2048, 9, True)) == (4, 512, 5)
+    assert shape(plans.forward_plan(7168, 9, True)) == (8, 1024, 2)
+    tile, _ = plans.forward_plan(7168, 9, True) or ({}, 0)
+    # of 16 KiB: 6 rows of one program, for 7 of both take 224, and their sums are beyond that
+    assert (tile["GROUP"], tile["RING"], tile["maxnreg"]) == (2, 3, 128)
+
+
+def test_two_rows_are_held_on_the_way_back_where_eight_warps_remain() -> None:
+    plan = plans.backward_plan(2048, 9)
+    assert shape(plan) == (4, 512, 2)
+    assert plan is not None and plan[0]["SETS"] == 2  # 24 rows of 4 KiB, twice
+    plan = plans.backward_plan(7168, 3)
+    assert shape(plan) == (8, 1024, 1)
+    assert plan is not None and plan[0]["SETS"] == 2  # 12 rows of 16 KiB
+    plan = plans.backward_plan(7168, 9)
+    assert shape(plan) == (16, 512, 1)
+    assert plan is not None and plan[0]["SETS"] == 1  # 24 rows would take 384 KiB
 
 
 @pytest.mark.parametrize("width", [64, 1001, 9000])

@@ -12,6 +12,7 @@ from farhorizon.kernels.moe import (
     route,
     situ_glu,
 )
+from farhorizon.kernels.moe.histogram import centred
 
 
 def test_bias_is_added_for_the_choice_and_absent_from_the_weights():
@@ -100,6 +101,16 @@ def test_balanced_load_on_the_same_scores_after_the_update():
         histogram.add(scores)
         bias = histogram.solve()
     assert loads[0] > 2 and loads[-1] < 1.1
+
+
+def test_the_mean_is_that_of_the_exact_sum():
+    """A sum from left to right would lose the 1 beside 1e16, and another order might not."""
+    found = centred(torch.tensor([1e16, 1.0, -1e16], dtype=torch.float64))
+    assert found.dtype == torch.float32
+    assert found[1] == torch.tensor(2 / 3, dtype=torch.float32)
+    every = QuantileHistogram(torch.tensor([0.5, 0.25]), 2)
+    every.add(torch.rand(3, 2))
+    assert torch.equal(every.solve(), torch.tensor([0.125, -0.125]))
 
 
 def test_nothing_counted_is_an_error():

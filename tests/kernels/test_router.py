@@ -33,6 +33,7 @@ def small(loops: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that a few tokens fill several. The interpreter cannot multiply bf16."""
     torch.manual_seed(0)
     monkeypatch.setattr(fused, "COUNT_TILE", (8, 16))
+    monkeypatch.setattr(fused, "LOAD_ROUTES", 16)
     monkeypatch.setattr(fused, "PART", torch.float16)
 
 
@@ -230,7 +231,21 @@ def test_counts_of_all_bins_are_those_of_the_twin() -> None:
     twin.add(scores)
     fused.count(ours, scores.to(DEVICE), cutoff.to(DEVICE), None, logits=False)
     assert torch.equal(ours.counts.cpu(), twin.counts)
-    assert torch.equal(ours.solve().cpu(), twin.solve())
+    assert torch.equal(ours.solve().cpu(), twin.solve())  # on another device, where there is one
+
+
+@pytest.mark.parametrize("experts", [1, 7, 8, 20])
+def test_routes_are_counted_of_tokens_that_count(experts: int) -> None:
+    routes = torch.randint(experts, (50, 3), device=DEVICE)
+    load = torch.full((experts,), 5, device=DEVICE)
+    valid = torch.arange(50, device=DEVICE) % 4 > 0
+    for counting, counted_routes in ((None, routes), (valid, routes[valid])):
+        before = load.clone()
+        fused.add_load(load, routes, counting)
+        found = torch.bincount(counted_routes.flatten(), minlength=experts)
+        assert torch.equal(load - before, found)
+    fused.add_load(load, routes[:0], None)
+    assert int(load.sum()) == 5 * experts + 150 + 3 * 37
 
 
 def test_where_every_expert_takes_every_token_only_tokens_count() -> None:
