@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_sigmoid import sigmoid
+from ..triton_sigmoid import sigmoid_slope
 from .triton_prep import exact_dot, gate_log2
 
 
@@ -72,8 +72,7 @@ def binary_size(x):
 def gate_gradients(d_step, logit, across, rate, bias, bound, FAST: tl.constexpr):
     """Gradients of the logits ``[P, C]`` and, summed over the chunk, of the bias and of A_log."""
     wide = tl.exp(rate) * (logit + bias[:, None])
-    opened = sigmoid(wide, FAST)
-    d_wide = tl.where(across, d_step * bound * opened * (1.0 - opened), 0.0)
+    d_wide = tl.where(across, d_step * bound * sigmoid_slope(wide, FAST), 0.0)
     d_logit = d_wide * tl.exp(rate)
     return d_logit, tl.sum(d_logit, 1), tl.sum(tl.sum(d_wide * wide, 1), 0)
 
