@@ -193,6 +193,29 @@ def test_one_token_at_an_odd_address_and_stride() -> None:
         assert torch.equal(chunk_kda(**moved, **FLAGS)[0], expected)
 
 
+def test_more_elements_than_32_bits_count() -> None:
+    """The last sequence lies behind element 2^31 of every tensor, both passes through."""
+    if torch.cuda.mem_get_info()[0] < 115e9:
+        pytest.skip("needs 115 GB")
+    tokens, heads, last = 525_000, 32, 200
+    assert (tokens - last) * heads * 128 > 2**31
+    gen = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(
+        1, tokens, heads, 128, generator=gen, device="cuda", dtype=torch.bfloat16
+    ).requires_grad_()
+    beta = torch.randn(1, tokens, heads, generator=gen, device="cuda").bfloat16()
+    gate = {"A_log": torch.zeros(heads).cuda(), "dt_bias": torch.zeros(heads * 128).cuda()}
+    bounds = torch.tensor([0, tokens - last, tokens])
+    out, _ = chunk_kda(x, x, x, x, beta, **gate, **FLAGS, cu_seqlens=bounds)
+    d_out = torch.zeros_like(out)
+    d_out[:, -last:].normal_(generator=gen)
+    (grad,) = torch.autograd.grad(out, x, d_out)
+    tail = x.detach()[:, -last:].clone().requires_grad_()
+    alone, _ = chunk_kda(tail, tail, tail, tail, beta[:, -last:], **gate, **FLAGS)
+    (expected,) = torch.autograd.grad(alone, tail, d_out[:, -last:])
+    assert torch.equal(out[:, -last:], alone) and torch.equal(grad[:, -last:], expected)
+
+
 def test_a_given_decay_at_a_bound_that_16_bits_round() -> None:
     """-0.3 in bf16 is -0.30078, and counts as within the bound in both passes."""
     inputs = draw(100, 2)
