@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 CHUNK = 16  # 16 steps of the bound -5 span e^80, which fp32 still holds
+HALF = 40.0  # shared by the factors of a product: small gradients of either stay in range too
 LOWEST = -1e30  # for a log decay of -inf: nothing is left of a state either way
 
 
@@ -130,9 +131,9 @@ def chunk_kda_torch(
     grown = decay.exp()
     k_in, q_in = kc * grown, qc * grown
     if bounded:
-        shrunk = kc * (-decay).exp()
-        k_out = shrunk * total.exp()
-        lower, reads = (torch.bmm(x, shrunk.transpose(1, 2)) for x in (k_in, q_in))
+        rise, shrunk = (decay + HALF).exp(), kc * (-HALF - decay).exp()
+        k_out = shrunk * (total + HALF).exp()
+        lower, reads = (torch.bmm(x * rise, shrunk.transpose(1, 2)) for x in (kc, qc))
     else:
         # Sums of what lies between j and i, not differences of sums: those keep no digit of a slow
         # decay behind a fast one, nor of the gradient of a fast one.

@@ -17,6 +17,7 @@ from farhorizon.kernels.kda import (
     recurrent_kda,
     replay_kda,
 )
+from farhorizon.kernels.kda.chunk import chunk_kda_torch
 
 HEADS, SIZE = 2, 8
 NORMED: dict[str, Any] = {
@@ -74,6 +75,23 @@ def test_gradients_of_any_size_keep_their_precision(size: float, values: float) 
     """Decays near the bound span e^80 in a chunk: products of both must not leave fp32."""
     inputs = draw(64, shift=6.0)
     check(inputs | {"v": inputs["v"] * values}, GATED, 1e-3, size)
+
+
+def test_small_gradients_of_the_form_of_autograd_keep_their_precision() -> None:
+    """That of a GPU in fp32; its tiles carry e^G and e^-G as well."""
+    inputs = draw(64, shift=6.0)
+
+    decay = kda_gate(inputs["g"], inputs["A_log"], inputs["dt_bias"])
+    k = torch.nn.functional.normalize(inputs["k"], dim=-1)
+    rows = [inputs["q"] * SIZE**-0.5, k, inputs["v"], decay, inputs["beta"].sigmoid()]
+    weight = torch.randn(1, 64, HEADS, SIZE, dtype=torch.float64) * 1e-12
+    leaves = [x.clone().requires_grad_() for x in rows]
+    expected = torch.autograd.grad(naive_kda(*leaves, scale=1.0)[0], leaves, weight)
+    q, k, v, g, beta = leaves = [x.float().requires_grad_() for x in rows]
+    out, _ = chunk_kda_torch(q[0], k[0], v[0], g[0], beta[0], None, (0, 64), True)
+    found = torch.autograd.grad(out[None], leaves, weight.float())
+    for a, b in zip(found, expected, strict=True):
+        assert float((a.double() - b).norm() / b.norm()) < 1e-4
 
 
 @pytest.mark.parametrize("low", [-50.0, -1e3, -1e6, -math.inf])
