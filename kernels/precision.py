@@ -12,6 +12,11 @@ def widen(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def widest(*tensors: torch.Tensor) -> torch.dtype:
+    """fp64 if one of them has it, else fp32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
 def as_given(x: torch.Tensor) -> AbstractContextManager[object]:
     """Context in which autocast rounds nothing: products have the dtype of their arguments.
 

@@ -50,9 +50,11 @@ def _last_rows(x: torch.Tensor, bounds: tuple[int, ...], history: int) -> torch.
 def _check(
     x: torch.Tensor, kernel: torch.Tensor, bounds: tuple[int, ...], tail: torch.Tensor | None
 ) -> None:
-    if x.dim() != 2 or kernel.dim() != 2 or kernel.shape[0] != x.shape[1]:
+    fits = x.dim() == kernel.dim() == 2 and kernel.shape[0] == x.shape[1] and kernel.shape[1] > 0
+    if not fits:
         raise ValueError(
-            f"kernel must be [C, W] for x [T, C], got {list(kernel.shape)} for {list(x.shape)}"
+            "kernel must be [C, W] with W above 0 for x [T, C], "
+            f"got {list(kernel.shape)} for {list(x.shape)}"
         )
     rising = all(a <= b for a, b in itertools.pairwise(bounds))
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != x.shape[0] or not rising:

@@ -7,7 +7,7 @@ import torch
 
 from ..conv import short_conv
 from ..norm import gated_norm
-from ..precision import as_given
+from ..precision import as_given, widest
 from .blocked import chunk_kda_blocked
 from .blocks import BlockOptions
 from .chunk import chunk_kda_torch
@@ -61,23 +61,25 @@ def chunk_kda(
     state, fp32 or wider, or None. ``scale`` is ``K ** -0.5`` by default. Differentiable in every
     floating input. ``lower_bound`` is that of the gate in the kernel; a given log decay may be as
     low as it likes, except on a GPU in 16 bits (see below), where it becomes NaN below
-    ``lower_bound``. ValueError names a shape or ``cu_seqlens`` that does not fit, or a
-    ``lower_bound`` outside (-5.9, 0) (None is the unbounded gate).
+    ``lower_bound`` and above 0. Autocast rounds nothing. ValueError names a shape or ``cu_seqlens``
+    (int32 or int64) that does not fit, or a ``lower_bound`` outside (-5.9, 0) (None is the
+    unbounded gate); in torch's anomaly mode also a ``g`` that holds NaN or log decays above 0.
 
-    On a GPU bf16 and fp16 inputs run in Triton kernels (in Gluon on Hopper at head size 128), with
-    head sizes 16 to 128 and fp32 sums, gates and states; everything else runs in plain torch. On
+    On a GPU with v in bf16 or fp16, and q and k read in v's dtype, Triton kernels run (in Gluon on
+    Hopper at head size 128), with head sizes 16, 32, 64 or 128, else ValueError, and fp32 sums,
+    gates and states; everything else runs in plain torch, in fp64 where an input has it. On
     a CPU a call with the gate in the kernel and a bound of at least -5 has a form of its own, made
     for the cache and only once differentiable.
     """
+    check_inputs(q, k, v, g, beta, A_log, dt_bias, use_gate_in_kernel, lower_bound)
     batch, length, _, width = q.shape
     bounds = tuple(sequence_bounds(batch, length, cu_seqlens))
+    check_state(initial_state, len(bounds) - 1, q, v)
     if v.is_cuda and v.dtype in (torch.bfloat16, torch.float16) and lower_bound and bounds[-1]:
         from .fused import chunk_kda_fused
         from .tables import Options
 
         gate = use_gate_in_kernel
-        check_inputs(q, k, v, g, beta, A_log, dt_bias, gate, lower_bound)
-        check_state(initial_state, len(bounds) - 1, q, v)
         options = Options(
             bounds,
             width**-0.5 if scale is None else scale,
@@ -101,11 +103,12 @@ def chunk_kda(
         return out.view(v.shape), final
     bounded = use_gate_in_kernel and lower_bound is not None and lower_bound >= -5.0
     if bounded and v.device.type == "cpu":
-        check_inputs(q, k, v, g, beta, A_log, dt_bias, True, lower_bound)
-        check_state(initial_state, len(bounds) - 1, q, v)
         assert A_log is not None and dt_bias is not None and lower_bound is not None
+        rows = (q, k, v, g, beta)
+        if widest(*rows) == torch.float64:
+            rows = tuple(x.double() for x in rows)
         out, final = chunk_kda_blocked(
-            tuple(x.flatten(0, 1) for x in (q, k, v, g, beta)),
+            tuple(x.flatten(0, 1) for x in rows),
             A_log,
             dt_bias,
             initial_state,
@@ -117,7 +120,7 @@ def chunk_kda(
                 use_beta_sigmoid_in_kernel,
             ),
         )
-        return out.view(v.shape), final if output_final_state else None
+        return out.view(v.shape).to(v.dtype), final if output_final_state else None
     qw, kw, vw, gw, bw = prepare(
         q,
         k,
@@ -132,17 +135,17 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         lower_bound=lower_bound,
     )
-    check_state(initial_state, len(bounds) - 1, qw, vw)
-    out, final = chunk_kda_torch(
-        qw.flatten(0, 1),
-        kw.flatten(0, 1),
-        vw.flatten(0, 1),
-        gw.flatten(0, 1),
-        bw.flatten(0, 1),
-        initial_state,
-        bounds,
-        bounded,
-    )
+    with as_given(v):
+        out, final = chunk_kda_torch(
+            qw.flatten(0, 1),
+            kw.flatten(0, 1),
+            vw.flatten(0, 1),
+            gw.flatten(0, 1),
+            bw.flatten(0, 1),
+            initial_state,
+            bounds,
+            bounded,
+        )
     return out.view(vw.shape).to(v.dtype), final if output_final_state else None
 
 
@@ -166,14 +169,13 @@ def recurrent_kda(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`chunk_kda` step by step, all sequences of a batch at once.
 
-    The state that is given is never written.
+    The state that is given is never written, nor returned.
 
     On a GPU one token a sequence runs in one Triton kernel, in fp32 arithmetic, if the state is
     given in fp32, nothing is fp64, ``lower_bound`` is a number and head sizes are 16, 32, 64 or
     128. That kernel is for inference: a call that autograd follows, like everything else, runs in
     plain torch, with the same result but for rounding.
     """
-    batch, length, heads, width = q.shape
     if cu_seqlens is not None or initial_state is None:
         return naive_kda(
             q,
@@ -192,14 +194,15 @@ def recurrent_kda(
             lower_bound=lower_bound,
             cu_seqlens=cu_seqlens,
         )
+    check_inputs(q, k, v, g, beta, A_log, dt_bias, use_gate_in_kernel, lower_bound)
+    batch, length, heads, width = q.shape
+    check_state(initial_state, batch, q, v)
     if v.is_cuda and lower_bound:
         from .step import recurrent_step, takes_step
 
         inputs = (q, k, v, g, beta)
         parameters = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
         if takes_step(inputs, parameters, initial_state):
-            check_inputs(*inputs, A_log, dt_bias, use_gate_in_kernel, lower_bound)
-            check_state(initial_state, batch, q, v)
             return recurrent_step(
                 inputs,
                 parameters,
@@ -224,17 +227,17 @@ def recurrent_kda(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         lower_bound=lower_bound,
     )
-    check_state(initial_state, batch, qw, vw)
     state = initial_state.to(qw.dtype).flatten(0, 1)  # [B * H, K, V]
     outputs = []
-    for t in range(length):
-        qt, kt, vt = (x[:, t].reshape(batch * heads, 1, -1) for x in (qw, kw, vw))
-        state = state * gw[:, t].reshape(batch * heads, width, 1).exp()
-        error = (vt - torch.bmm(kt, state)) * bw[:, t].reshape(-1, 1, 1)
-        state = torch.baddbmm(state, kt.transpose(1, 2), error)
-        outputs.append(torch.bmm(qt, state).view(batch, heads, -1))
-    final = state.view(initial_state.shape)
-    out = torch.stack(outputs, 1).to(v.dtype) if outputs else v
+    with as_given(v):
+        for t in range(length):
+            qt, kt, vt = (x[:, t].reshape(batch * heads, 1, -1) for x in (qw, kw, vw))
+            state = state * gw[:, t].reshape(batch * heads, width, 1).exp()
+            error = (vt - torch.bmm(kt, state)) * bw[:, t].reshape(-1, 1, 1)
+            state = torch.baddbmm(state, kt.transpose(1, 2), error)
+            outputs.append(torch.bmm(qt, state).view(batch, heads, -1))
+    final = (state if length else state.clone()).view(initial_state.shape)
+    out = torch.stack(outputs, 1).to(v.dtype) if outputs else v.clone()
     return out, final if output_final_state else None
 
 

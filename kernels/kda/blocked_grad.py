@@ -139,6 +139,22 @@ def _scan(
     return _Back(both, d_u, reads, d_leaving), state
 
 
+def _binary_size(pairs: Tensor, total: Tensor) -> Tensor | None:
+    """A power of two near the largest of each ``pairs [n, 2 CHUNK, CHUNK]``, ``[n, 1, 1]``, and 1
+    where their products with e^G and e^-G stay in the range of fp32 as they are; None if all do.
+
+    Of each chunk alone, so that it does not matter which share a block. It is at least 2^-60: what
+    else is divided by it must not overflow.
+    """
+    peak = pairs.abs().flatten(1).amax(1)
+    least = total.amin((1, 2))
+    fits = (peak * least > 2.0**-112) & (peak < least * 2.0**110) | (peak == 0)
+    if fits.all():
+        return None
+    peak.clamp_(2.0**-60, 2.0**100)
+    return (peak / peak.frexp().mantissa).masked_fill(fits, 1.0)[:, None, None]
+
+
 def _diagonal(x: Tensor) -> Tensor:
     """``[n, CHUNK, CHUNK]`` -> ``[n, CHUNK, 1]``, a view."""
     return x.diagonal(dim1=1, dim2=2)[..., None]
@@ -155,11 +171,15 @@ def _inside(
 ) -> Tensor:
     """Gradients of k and q into ``d_both [n, 2 CHUNK, K]``; of the gate's logit over its rate.
 
-    ``pairs`` is dL' and dP, whole; it is used up.
+    ``pairs`` is dL' and dP, whole; it and ``back`` are used up.
     """
     n, width = len(f.gate), f.gate.shape[-1]
     own = _diagonal(pairs[:, CHUNK:]).clone()
     pairs.view(n, 2, CHUNK, CHUNK).tril_(-1)
+    size = _binary_size(pairs, f.total)
+    if size is not None:
+        for x in (own, pairs, back.both, back.d_leaving):
+            x.div_(size)
     torch.bmm(back.both, kept.state.mT, out=d_both).baddbmm_(pairs, f.shrunk)
     d_shrunk = torch.bmm(kept.u, back.d_leaving.mT).mul_(f.total)
     d_total = torch.mul(kept.state, back.d_leaving).sum(2).mul_(f.total[:, 0])
@@ -181,6 +201,9 @@ def _inside(
         same = _diagonal(back.reads)
         along.addcmul_(own[:, None], same[:, None]).mul_(f.norms.square().transpose(0, 1))
         by_kind.addcmul_(f.both.transpose(0, 1), along, value=-1)
+    if size is not None:
+        for x in (d_gate, d_both):
+            x.mul_(size)
     return d_gate
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 CHUNK = 16  # 16 steps of the bound -5 span e^80, which fp32 still holds
+HALF = 40.0  # shared by the factors of a product: small gradients of either stay in range too
+LOWEST = -1e30  # for a log decay of -inf: nothing is left of a state either way
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def chunk_kda_torch(
 
     ``q, k, g [tokens, H, K]``, ``v [tokens, H, V]``, ``beta [tokens, H]``, sequences at ``bounds``.
     ``bounded``: every decay is at least -5, so that one tile product serves a chunk; otherwise
-    the decay differences are formed pair by pair.
+    the decays are summed pair by pair.
     """
     heads, width, value = q.shape[1], q.shape[2], v.shape[2]
     table = chunk_table(bounds, heads, q.device)
@@ -123,17 +125,22 @@ def chunk_kda_torch(
         return _Spread.apply(rows, table, size).view(-1, CHUNK, x.shape[-1])
 
     qc, kc, vc, bc = spread(q), spread(k), spread(v), spread(beta[..., None])
-    decay = spread(g).cumsum(1)  # G
+    steps = spread(g.clamp(min=LOWEST))
+    decay = steps.cumsum(1)  # G
     total = decay[:, -1:]
     grown = decay.exp()
     k_in, q_in = kc * grown, qc * grown
     if bounded:
-        shrunk = kc * (-decay).exp()
-        k_out = shrunk * total.exp()
-        lower, reads = (torch.bmm(x, shrunk.transpose(1, 2)) for x in (k_in, q_in))
+        rise, shrunk = (decay + HALF).exp(), kc * (-HALF - decay).exp()
+        k_out = shrunk * (total + HALF).exp()
+        lower, reads = (torch.bmm(x * rise, shrunk.transpose(1, 2)) for x in (kc, qc))
     else:
-        k_out = kc * (total - decay).exp()
-        span = (decay[:, :, None] - decay[:, None]).clamp(max=0).exp()  # [., CHUNK, CHUNK, K]
+        # Sums of what lies between j and i, not differences of sums: those keep no digit of a slow
+        # decay behind a fast one, nor of the gradient of a fast one.
+        row = torch.arange(CHUNK, device=g.device)
+        outside = (row[:, None] <= row)[..., None]  # of token m, from j on
+        span = steps[:, :, None].masked_fill(outside, 0).cumsum(1).exp()  # [., CHUNK, CHUNK, K]
+        k_out = kc * span[:, -1]
         lower, reads = (torch.einsum("bik,bijk,bjk->bij", x, span, kc) for x in (kc, qc))
     lower, reads = lower.tril(-1), reads.tril()
     solved = torch.linalg.solve_triangular(

@@ -11,6 +11,7 @@ from ..device import on_device_of
 from .backward import gradients, scan_backward
 from .forward import forward as run_forward
 from .tables import Options, Prepared
+from .triton_prep import BOUND_SLACK
 
 HEAD_SIZES = (16, 32, 64, 128)
 
@@ -78,11 +79,13 @@ class ChunkKda(torch.autograd.Function):
 
 def rows_aligned(x: torch.Tensor) -> torch.Tensor:
     """``x [T, H, D]`` itself where its rows can be copied in blocks, else a contiguous copy."""
-    aligned = x.data_ptr() % 16 == 0 and x.stride(2) == 1
-    for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True):
-        aligned = aligned and (size == 1 or (stride > 0 and stride * x.element_size() % 16 == 0))
-    aligned = aligned and x.shape[1] * x.stride(1) < 2**31  # the copies count in 32 bits
-    return x if aligned else x.contiguous()
+    row, head, unit = x.stride()
+    steps = (row,) if x.shape[1] == 1 else (row, head)  # that of a single row counts all the same
+    aligned = x.data_ptr() % 16 == 0 and unit == 1
+    aligned = aligned and all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
+    aligned = aligned and x.shape[1] * head < 2**31  # the copies count in 32 bits
+    # `contiguous` would leave what begins at any address, and the stride of a single row, as it is
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def check_heads(width: int, values: int) -> None:
@@ -91,6 +94,14 @@ def check_heads(width: int, values: int) -> None:
         if size not in HEAD_SIZES:
             allowed = ", ".join(map(str, HEAD_SIZES))
             raise ValueError(f"{name} has head size {size}; on GPU it must be one of {allowed}")
+
+
+def check_decay(g: torch.Tensor, options: Options) -> None:
+    """In torch's anomaly mode, ValueError for a given log decay that the kernels make NaN."""
+    if options.gate or not torch.is_anomaly_enabled():
+        return
+    if (g < options.bound * BOUND_SLACK.value).any():
+        raise ValueError(f"g falls below lower_bound {options.bound}, to {float(g.min())}")
 
 
 def chunk_kda_fused(
@@ -108,9 +119,10 @@ def chunk_kda_fused(
     """`farhorizon.kernels.kda.chunk_kda` on packed rows ``[T, H, .]``, T > 0, in v's dtype.
 
     ValueError names a head size that is not of `HEAD_SIZES`. A decay that is given and lies outside
-    [bound, 0] becomes NaN.
+    [bound, 0] becomes NaN; in torch's anomaly mode it is a ValueError.
     """
     check_heads(q.shape[2], v.shape[2])
+    check_decay(g, options)
     if initial_state is not None:
         initial_state = initial_state.to(torch.float32).contiguous()
     a_log, dt_bias = (None if x is None else x.contiguous() for x in (a_log, dt_bias))

@@ -21,7 +21,6 @@ from .gluon_grad_parts import (
     copy_tiles,
     halves,
     log2_decay,
-    open_share,
     parted,
     rounded,
     running_sum,
@@ -90,7 +89,7 @@ def key_stage(
     kept_zero = gl.zeros([PIECE, PIECE], gl.float32, square)
     kept = warpgroup_mma(turned_state, d_state, kept_zero, is_async=True)
     logit = g.permute((1, 0)).load(thin).to(gl.float32)
-    step = log2_decay(logit, rate, bias, bound, GATE)
+    step, slope = log2_decay(logit, rate, bias, bound, GATE)
     step = gl.where(inside, step, 0.0)
     kept = warpgroup_mma_wait(0, deps=[kept])
     kept_row = gl.arange(0, PIECE, layout=gl.SliceLayout(1, square))
@@ -148,10 +147,8 @@ def key_stage(
     d_grown = gl.where(inside, d_grown, 0.0)
     d_step = running_sum(d_grown, onward.permute((1, 0)), thin) + last[:, None]
     if GATE:
-        wide_logit = rate * (logit + bias[:, None])
-        opened = open_share(wide_logit)
-        d_wide = gl.where(inside, d_step * bound * opened * (1.0 - opened), 0.0)
-        moved = gl.where(inside, d_wide * wide_logit, 0.0)
+        d_wide = gl.where(inside, d_step * bound * slope, 0.0)
+        moved = gl.where(inside, d_wide * rate * (logit + bias[:, None]), 0.0)
         gl.store(d_rate + part_index, gl.sum(gl.sum(moved, 1), 0))
         d_step = d_wide * rate
         gl.store(d_bias + space * K + first + channel, gl.sum(d_step, 1))

@@ -12,25 +12,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .triton_prep import BOUND_SLACK
+
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def open_share(x):
-    """Sigmoid with the hardware's reciprocal."""
-    below = 1.0 + gl.exp2(x * -LOG2E)
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def log2_decay(logit, rate, bias, bound, GATE: gl.constexpr):
-    """As `triton_prep.gate_log2`, channels first."""
+    """As `triton_prep.gate_log2`, channels first; and the slope of the sigmoid, as in
+    `triton_sigmoid.sigmoid_slope`."""
     if GATE:
-        return bound * LOG2E * open_share(rate * (logit + bias[:, None]))
-    given = (logit <= 0) & (logit >= bound * 1.0001)
-    return gl.where(given, logit * LOG2E, float("nan"))
+        closing = gl.exp2(gl.minimum(rate * (logit + bias[:, None]) * -LOG2E, 126.0))
+        opened = gl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [1.0 + closing],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        step, slope = bound * LOG2E * opened, closing * opened * opened
+    else:
+        given = (logit <= 0) & (logit >= bound * BOUND_SLACK)
+        step, slope = gl.where(given, logit * LOG2E, float("nan")), logit
+    return step, slope
 
 
 @gluon.jit

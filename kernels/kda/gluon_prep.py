@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gluon_grad_parts import LOG2E, parted
+from .triton_prep import BOUND_SLACK
 
 
 @gluon.jit
@@ -185,7 +186,7 @@ def pair_products(
             step = share(logit * rate + bias[None, :])
             unit = bound * LOG2E
         else:
-            given = (logit <= 0) & (logit >= bound * 1.004)
+            given = (logit <= 0) & (logit >= bound * BOUND_SLACK)
             step = gl.where(given, logit, float("nan"))
             unit = LOG2E
         step = gl.where(inside, step, 0.0)

@@ -12,7 +12,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 
-from ..precision import widen
+from ..precision import as_given, widen, widest
 
 LOWEST_BOUND = -5.9  # 15 steps of it span e^88.5, the range of fp32 and bf16
 
@@ -27,8 +27,11 @@ def kda_gate(
 
     ``z [B, T, H, K]``, ``A_log [H]``, ``dt_bias [H * K]`` -> ``[B, T, H, K]``. The bounded gate is
     ``lower_bound * sigmoid(exp(A) (z + dt_bias))`` (Kimi K3 report 2.1.1); ``None`` selects the
-    unbounded ``-exp(A) softplus(z + dt_bias)`` of Kimi Linear.
+    unbounded ``-exp(A) softplus(z + dt_bias)`` of Kimi Linear. ValueError names a shape that does
+    not fit, or a ``lower_bound`` outside (-5.9, 0).
     """
+    check_bound(lower_bound)
+    check_gate(z, A_log, dt_bias)
     heads, width = z.shape[-2:]
     z = widen(z) + dt_bias.view(heads, width)
     rate = A_log.to(z.dtype).exp()[:, None]
@@ -52,14 +55,13 @@ def prepare(
     use_beta_sigmoid_in_kernel: bool,
     lower_bound: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Wide inputs of the bare recurrence: normalised and scaled q, k, v, log decay, beta."""
-    check_inputs(q, k, v, g, beta, A_log, dt_bias, use_gate_in_kernel, lower_bound)
-    q, k, v, beta = widen(q), widen(k), widen(v), widen(beta)
+    """Wide inputs of the bare recurrence, from such as `check_inputs` lets pass: normalised and
+    scaled q, k, v, log decay, beta."""
+    wide = widest(q, k, v, g, beta)
+    q, k, v, g, beta = (x.to(wide) for x in (q, k, v, g, beta))
     if use_gate_in_kernel:
         assert A_log is not None and dt_bias is not None
-        g = kda_gate(g, A_log, dt_bias, lower_bound)
-    else:
-        g = widen(g)
+        g = kda_gate(g, A_log, dt_bias, lower_bound).to(wide)
     if use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid()
     if use_qk_l2norm_in_kernel:
@@ -81,21 +83,37 @@ def check_inputs(
 ) -> None:
     """ValueError names the argument that does not fit: ``q, k, g [B, T, H, K]``,
     ``v [B, T, H, V]``, ``beta [B, T, H]``, ``A_log [H]`` and ``dt_bias [H * K]`` with the gate,
-    ``lower_bound`` in (-5.9, 0) or None."""
+    ``lower_bound`` in (-5.9, 0) or None; in torch's anomaly mode also a ``g`` that holds NaN or, as
+    a log decay, something above 0."""
     check_bound(lower_bound)
-    for name, x in (("k", k), ("g", g)):
-        if x.shape != q.shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {tuple(q.shape)}")
-    for name, shape in (("v", v.shape[:-1]), ("beta", beta.shape)):
-        if shape != q.shape[:-1]:
-            raise ValueError(f"{name} has shape {tuple(shape)}, expected {tuple(q.shape[:-1])}")
+    for name, x in (("q", q), ("v", v)):
+        if x.dim() != 4 or not all(x.shape[2:]):
+            raise ValueError(f"{name} must be [B, T, H, size], got shape {tuple(x.shape)}")
+    for name, x, shape in (
+        ("k", k, q.shape),
+        ("g", g, q.shape),
+        ("v", v, (*q.shape[:3], v.shape[3])),
+        ("beta", beta, q.shape[:3]),
+    ):
+        if x.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {tuple(shape)}")
     if gate:
         if a_log is None or dt_bias is None:
             raise ValueError("use_gate_in_kernel=True needs A_log and dt_bias")
-        heads, width = q.shape[2:]
-        for name, x, count in (("A_log", a_log, heads), ("dt_bias", dt_bias, heads * width)):
-            if tuple(x.shape) != (count,):
-                raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {(count,)}")
+        check_gate(g, a_log, dt_bias)
+    if torch.is_anomaly_enabled():
+        if g.isnan().any():
+            raise ValueError("g holds NaN")
+        if not gate and (g > 0).any():
+            raise ValueError(f"g must be a log decay, at most 0; it goes up to {float(g.max())}")
+
+
+def check_gate(z: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> None:
+    """ValueError unless ``a_log [H]`` and ``dt_bias [H * K]`` fit ``z [..., H, K]``."""
+    heads, width = z.shape[-2:]
+    for name, x, count in (("A_log", a_log, heads), ("dt_bias", dt_bias, heads * width)):
+        if tuple(x.shape) != (count,):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {(count,)}")
 
 
 def check_bound(lower_bound: float | None) -> None:
@@ -156,9 +174,15 @@ def sequence_bounds(batch: int, length: int, cu_seqlens: torch.Tensor | None) ->
         return list(range(0, batch * length + 1, length)) if length else [0] * (batch + 1)
     if batch != 1:
         raise ValueError(f"cu_seqlens needs batch size 1, got {batch}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        shape = list(cu_seqlens.shape)
+        raise ValueError(
+            f"cu_seqlens must be int32 or int64 [N + 1], got {cu_seqlens.dtype} {shape}"
+        )
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(f"cu_seqlens must rise from 0 to {length}, got {bounds}")
+    falls = any(a > b for a, b in itertools.pairwise(bounds))
+    if falls or not bounds or bounds[0] != 0 or bounds[-1] != length:
+        raise ValueError(f"cu_seqlens must rise from 0 to {length}, got {bounds[:8]}")
     return bounds
 
 
@@ -180,11 +204,11 @@ def naive_kda(
     lower_bound: float | None = -5.0,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The recurrence, one token after another, in fp32 or fp64.
+    """The recurrence, one token after another, in fp32 or, where an input has it, fp64.
 
-    Arguments and result as `farhorizon.kernels.kda.chunk_kda`.
+    Arguments and result as `farhorizon.kernels.kda.chunk_kda`. Autocast rounds nothing.
     """
-    dtype = v.dtype
+    check_inputs(q, k, v, g, beta, A_log, dt_bias, use_gate_in_kernel, lower_bound)
     qw, kw, vw, gw, bw = prepare(
         q,
         k,
@@ -202,19 +226,20 @@ def naive_kda(
     batch, length, heads, width = qw.shape
     bounds = sequence_bounds(batch, length, cu_seqlens)
     check_state(initial_state, len(bounds) - 1, qw, vw)
-    qf, kf, vf, gf = (x.flatten(0, 1) for x in (qw, kw, vw, gw))
-    bf = bw.flatten(0, 1)[..., None]
-    outputs, finals = [], []
-    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
-        if initial_state is None:
-            state = qf.new_zeros(heads, width, vf.shape[-1])
-        else:
-            state = initial_state[n].to(qf.dtype)
-        for t in range(start, end):
-            state = state * gf[t].exp()[..., None]
-            error = vf[t] - torch.einsum("hk,hkv->hv", kf[t], state)
-            state = state + torch.einsum("hk,hv->hkv", bf[t] * kf[t], error)
-            outputs.append(torch.einsum("hk,hkv->hv", qf[t], state))
-        finals.append(state)
-    out = torch.stack(outputs).view(vw.shape) if outputs else vw
-    return out.to(dtype), torch.stack(finals) if output_final_state else None
+    initial = vw.new_zeros(len(bounds) - 1, heads, width, vw.shape[-1])
+    if initial_state is not None:
+        initial = initial_state.to(qw.dtype)
+    rows = [x.flatten(0, 1) for x in (qw, kw, vw, gw, bw[..., None])]
+    outputs, finals = [rows[2][:0]], [initial[:0]]
+    with as_given(v):
+        for n, (start, end) in enumerate(itertools.pairwise(bounds)):
+            state = initial[n]
+            for t in range(start, end):
+                qt, kt, vt, gt, bt = (x[t] for x in rows)
+                state = state * gt.exp()[..., None]
+                error = vt - torch.einsum("hk,hkv->hv", kt, state)
+                state = state + torch.einsum("hk,hv->hkv", bt * kt, error)
+                outputs.append(torch.einsum("hk,hkv->hv", qt, state)[None])
+            finals.append(state[None])
+    out = torch.cat(outputs).view(vw.shape).to(v.dtype)
+    return out, torch.cat(finals) if output_final_state else None

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from ..device import on_device_of, takes_kernels
+from ..precision import as_given
 from .chunk import CHUNK, chunk_kda_torch
 from .naive import check_inputs, prepare, sequence_bounds
 
@@ -129,9 +130,9 @@ def replay_kda(
     no gradient flows. In kernels nothing waits for the device, and a CUDA graph may hold a call
     that has run before. ValueError names an argument that does not fit the others or the state.
     """
+    check_inputs(q, k, v, g, beta, A_log, dt_bias, use_gate_in_kernel, lower_bound)
     batch, length, _, width = q.shape
     bounds = tuple(sequence_bounds(batch, length, cu_seqlens))
-    check_inputs(q, k, v, g, beta, A_log, dt_bias, use_gate_in_kernel, lower_bound)
     inputs = (q, k, v, g, beta)
     _check_state(inputs, bounds, state, "q" if cu_seqlens is None else "cu_seqlens")
     if bounds[-1] == 0:
@@ -177,7 +178,8 @@ def replay_kda(
     )
     bounded = use_gate_in_kernel and lower_bound is not None and lower_bound >= -5.0
     added = [end - start for start, end in pairwise(bounds)]
-    out = _replay_torch(wide, packed, filled, added, state, bounded)
+    with as_given(v):
+        out = _replay_torch(wide, packed, filled, added, state, bounded)
     return out.view(v.shape).to(v.dtype)
 
 

@@ -16,6 +16,7 @@ import torch
 from ..device import launch
 from . import segments
 from .forward import prepare_chunks, scan, workspace
+from .fused import check_decay
 from .replay import ReplayState
 from .tables import Options, Prepared, kept_for_graphs
 from .triton_replay import enter_kernel
@@ -72,6 +73,7 @@ def replay_chunks(
 ) -> Tensor:
     """Outputs ``[T, H, V]`` of packed ``inputs`` ``[T, H, .]``, T > 0."""
     a_log, dt_bias = (None if x is None else x.contiguous() for x in parameters)
+    check_decay(inputs[3], options)
     each = options.bounds == tuple(range(len(state.lengths) + 1))
     return (_step if each else _pieces)(inputs, (a_log, dt_bias), state, options)
 

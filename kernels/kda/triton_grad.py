@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_sigmoid import sigmoid
+from ..triton_sigmoid import sigmoid_slope
 from .triton_prep import exact_dot, gate_log2
 
 
@@ -61,6 +61,20 @@ def pair_gradients(do, z, u, strength, scale, C: tl.constexpr):
 
 
 @triton.jit
+def parted(x, WORK: tl.constexpr):
+    """``x`` as two numbers of the type ``WORK``, and their sum in fp32."""
+    high = x.to(WORK)
+    low = (x - high.to(tl.float32)).to(WORK)
+    return high, low, high.to(tl.float32) + low.to(tl.float32)
+
+
+@triton.jit
+def dot_parts(high, low, y):
+    product = tl.dot(low, y, input_precision="ieee")
+    return tl.dot(high, y, acc=product, input_precision="ieee")
+
+
+@triton.jit
 def binary_size(x):
     """The power of two at or below ``x``, within 2^+-100; 2^-100 for 0."""
     bits = x.to(tl.int32, bitcast=True) & 0x7F800000
@@ -72,8 +86,7 @@ def binary_size(x):
 def gate_gradients(d_step, logit, across, rate, bias, bound, FAST: tl.constexpr):
     """Gradients of the logits ``[P, C]`` and, summed over the chunk, of the bias and of A_log."""
     wide = tl.exp(rate) * (logit + bias[:, None])
-    opened = sigmoid(wide, FAST)
-    d_wide = tl.where(across, d_step * bound * opened * (1.0 - opened), 0.0)
+    d_wide = tl.where(across, d_step * bound * sigmoid_slope(wide, FAST), 0.0)
     d_logit = d_wide * tl.exp(rate)
     return d_logit, tl.sum(d_logit, 1), tl.sum(tl.sum(d_wide * wide, 1), 0)
 
@@ -190,15 +203,12 @@ def grad_kernel(
     k_unit = k_raw.to(tl.float32) * k_scale[None, :]
     q_rise = (q_unit * rise).to(work)
     k_rise = (k_unit * rise).to(work)
-    k_fall = (k_unit * fall).to(work)
-    k_fall_low = (k_unit * fall - k_fall.to(tl.float32)).to(work)
-    k_fallen = k_fall.to(tl.float32) + k_fall_low.to(tl.float32)
+    k_fall, k_fall_low, k_fallen = parted(k_unit * fall, work)
 
     part = tl.dot(tl.trans(state), tl.trans(do), input_precision="ieee")
     part *= rise * (unanchor * scale)
     d_grown = q_unit * part
-    near = tl.dot(k_fall_low, tl.trans(d_reads), input_precision="ieee")
-    near = tl.dot(k_fall, tl.trans(d_reads), acc=near, input_precision="ieee")
+    near = dot_parts(k_fall, k_fall_low, tl.trans(d_reads))
     d_grown += q_rise.to(tl.float32) * near * size
     gradient = part + rise * near * size + self_read[None, :] * k_unit - q_unit * q_along[None, :]
     gradient *= q_scale[None, :]
@@ -208,8 +218,7 @@ def grad_kernel(
     gradient = tl.dot(tl.trans(state), tl.trans(z), input_precision="ieee")
     gradient *= rise * (strength * -unanchor)[None, :]
     d_grown += k_unit * gradient
-    near = tl.dot(k_fall_low, tl.trans(d_lower), input_precision="ieee")
-    near = tl.dot(k_fall, tl.trans(d_lower), acc=near, input_precision="ieee")
+    near = dot_parts(k_fall, k_fall_low, tl.trans(d_lower))
     d_grown += k_rise.to(tl.float32) * near * size
     gradient += rise * near * size
     part = tl.dot(tl.trans(d_state), tl.trans(u), input_precision="ieee")

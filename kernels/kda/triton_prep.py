@@ -15,6 +15,8 @@ import triton.language as tl
 
 from ..triton_sigmoid import sigmoid
 
+BOUND_SLACK = tl.constexpr(1.004)  # the bound itself, rounded to bf16, may lie below
+
 
 @triton.jit
 def gate_log2(z, a_log, bias, bound, GATE: tl.constexpr, FAST: tl.constexpr):
@@ -23,7 +25,7 @@ def gate_log2(z, a_log, bias, bound, GATE: tl.constexpr, FAST: tl.constexpr):
     if GATE:
         wide = tl.exp(a_log) * (z + bias)
         return bound * sigmoid(wide, FAST) * 1.4426950408889634
-    inside = (z <= 0) & (z >= bound * 1.004)  # the bound itself, rounded to bf16, may lie below
+    inside = (z <= 0) & (z >= bound * BOUND_SLACK)
     return tl.where(inside, z * 1.4426950408889634, float("nan"))
 
 

@@ -83,10 +83,9 @@ def test_errors_stay_below_those_of_the_16_bit_inputs(shift: float, width: int, 
         assert error < ALLOWED[name], name
 
 
-@pytest.mark.parametrize("shift", [0.0, 6.0])
-def test_gate_gradient_has_four_roundings(shift: float) -> None:
-    """Of about 1.64e-3 each (see `triton_grad`); a fifth would make 3.7e-3."""
-    inputs = draw(1024, 4, shift=shift)
+def test_gate_gradient_has_four_roundings() -> None:
+    """Of 1.64e-3 each at random decays (see `triton_grad`), 3.3e-3 in all; a fifth makes 3.7e-3."""
+    inputs = draw(1024, 4)
     inputs["A_log"], inputs["dt_bias"] = (torch.zeros_like(inputs[n]) for n in NAMES[5:])
     narrow = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     wide = {name: x.double().requires_grad_() for name, x in inputs.items()}
@@ -95,7 +94,7 @@ def test_gate_gradient_has_four_roundings(shift: float) -> None:
     out.backward(d_out)
     expected.backward(d_out.double())
     assert narrow["g"].grad is not None and wide["g"].grad is not None
-    assert relative(narrow["g"].grad, wide["g"].grad) < 3.45e-3
+    assert relative(narrow["g"].grad, wide["g"].grad) < 3.5e-3
 
 
 def test_gate_gradient_at_the_bound() -> None:
@@ -140,6 +139,100 @@ def test_a_sequence_has_the_same_bits_alone_packed_and_with_more_after_it() -> N
     ):
         for name, a, b in zip(("out", *tokens), alone, other, strict=True):
             assert torch.equal(a, b), name
+
+
+def test_a_neighbour_full_of_nan_does_not_leak() -> None:
+    """Into a sequence before it in the same tile of tokens, nor into one behind it."""
+    inputs = draw(200, 2)
+    tokens = ("q", "k", "v", "g", "beta")
+    bounds, kept = torch.tensor([0, 70, 115, 200]), [*range(70), *range(115, 200)]
+    state = torch.randn(3, 2, 128, 128, device="cuda")
+    d_out = torch.randn_like(inputs["v"])
+    results: list[list[torch.Tensor]] = []
+    for broken in (False, True):
+        given = {n: x.clone() for n, x in inputs.items()}
+        start, upstream = state.clone(), d_out.clone()
+        if broken:
+            for x in (*(given[n] for n in tokens), upstream):
+                x[:, 70:115] = float("nan")
+            start[1] = float("nan")
+        leaves = {n: x.requires_grad_() for n, x in given.items()}
+        out, final = chunk_kda(
+            **leaves, **FLAGS, cu_seqlens=bounds, initial_state=start, output_final_state=True
+        )
+        assert final is not None
+        grads = torch.autograd.grad(out, [leaves[n] for n in tokens], upstream)
+        results.append([x[:, kept] for x in (out, *grads)] + [final[[0, 2]]])
+    for name, a, b in zip(("out", *tokens, "final"), *results, strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("shift", [0.0, -30.0])
+def test_equal_keys_with_full_strength_stay_accurate(shift: float) -> None:
+    """A repeated token: powers of the triangular matrix would grow without end."""
+    inputs = draw(200, 2, shift=shift)
+    inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
+    inputs["beta"] = inputs["beta"] + 8
+    out, final = chunk_kda(**inputs, **FLAGS, output_final_state=True)
+    expected, last = naive_kda(
+        **{n: x.double() for n, x in inputs.items()}, **FLAGS, output_final_state=True
+    )
+    assert final is not None and last is not None
+    assert relative(out, expected) < 2e-2 and relative(final, last) < 2e-2
+
+
+def test_one_token_at_an_odd_address_and_stride() -> None:
+    inputs = draw(1, 2)
+    expected, _ = chunk_kda(**inputs, **FLAGS)
+    for offset, stride in ((0, 259), (3, 256)):
+        moved = dict(inputs)
+        for name in ("q", "k", "v", "g"):
+            space = torch.zeros(offset + stride, dtype=torch.bfloat16, device="cuda")
+            moved[name] = space.as_strided((1, 1, 2, 128), (stride, stride, 128, 1), offset)
+            moved[name].copy_(inputs[name])
+        assert torch.equal(chunk_kda(**moved, **FLAGS)[0], expected)
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    """The last sequence lies behind element 2^31 of every tensor, both passes through."""
+    if torch.cuda.mem_get_info()[0] < 115e9:
+        pytest.skip("needs 115 GB")
+    tokens, heads, last = 525_000, 32, 200
+    assert (tokens - last) * heads * 128 > 2**31
+    gen = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(
+        1, tokens, heads, 128, generator=gen, device="cuda", dtype=torch.bfloat16
+    ).requires_grad_()
+    beta = torch.randn(1, tokens, heads, generator=gen, device="cuda").bfloat16()
+    gate = {"A_log": torch.zeros(heads).cuda(), "dt_bias": torch.zeros(heads * 128).cuda()}
+    bounds = torch.tensor([0, tokens - last, tokens])
+    out, _ = chunk_kda(x, x, x, x, beta, **gate, **FLAGS, cu_seqlens=bounds)
+    d_out = torch.zeros_like(out)
+    d_out[:, -last:].normal_(generator=gen)
+    (grad,) = torch.autograd.grad(out, x, d_out)
+    tail = x.detach()[:, -last:].clone().requires_grad_()
+    alone, _ = chunk_kda(tail, tail, tail, tail, beta[:, -last:], **gate, **FLAGS)
+    (expected,) = torch.autograd.grad(alone, tail, d_out[:, -last:])
+    assert torch.equal(out[:, -last:], alone) and torch.equal(grad[:, -last:], expected)
+
+
+def test_a_given_decay_at_a_bound_that_16_bits_round() -> None:
+    """-0.3 in bf16 is -0.30078, and counts as within the bound in both passes."""
+    inputs = draw(100, 2)
+    given = {name: inputs[name] for name in ("q", "k", "v", "g", "beta")}
+    given["g"] = torch.full_like(given["g"], -0.3)
+    flags: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    narrow = {name: x.clone().requires_grad_() for name, x in given.items()}
+    wide = {name: x.double().requires_grad_() for name, x in given.items()}
+    out = chunk_kda(**narrow, **flags, lower_bound=-0.3)[0]
+    expected = naive_kda(**wide, **flags, lower_bound=-0.3)[0]
+    d_out = torch.randn_like(out)
+    out.backward(d_out)
+    expected.backward(d_out.double())
+    for name, leaf in narrow.items():
+        other = wide[name].grad
+        assert leaf.grad is not None and other is not None
+        assert relative(leaf.grad, other) < ALLOWED[name], name
 
 
 def test_repeats_have_the_same_bits() -> None:
