@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -111,23 +111,37 @@ class Router(nn.Module):
 
     def update(self, rule: ThresholdRule = TRACK) -> float:
         """Set the next threshold from the counts, clear them, return max / mean expert load."""
-        if self.histogram is None or int(self.histogram.tokens) == 0:
-            raise ValueError("no token was counted since the last update")
-        bias = self.e_score_correction_bias
-        bias.copy_(rule(bias, self.histogram.solve))
-        load = max_over_mean(self.load)
-        self.clear()
-        return load
+        return update_routers([self], rule)[0]
 
     def clear(self) -> None:
         """Forget what was counted."""
         self.histogram = None
 
 
-def max_over_mean(load: torch.Tensor) -> float:
+def update_routers(routers: Sequence[Router], rule: ThresholdRule) -> list[float]:
+    """`Router.update` of all, for which the CPU waits once. ValueError, and nothing has changed,
+    if one has counted no token."""
+    if not routers:
+        return []
+    found = [router.histogram for router in routers if router.histogram is not None]
+    if len(found) < len(routers):
+        raise ValueError("no token was counted since the last update")
+    tokens = [histogram.tokens for histogram in found]
+    loads = [max_over_mean(router.load) for router in routers]
+    numbers = torch.cat([part.double().view(1) for part in (*tokens, *loads)]).tolist()
+    if 0 in numbers[: len(found)]:
+        raise ValueError("no token was counted since the last update")
+    for router, histogram in zip(routers, found, strict=True):
+        bias = router.e_score_correction_bias
+        bias.copy_(rule(bias, histogram.balanced))
+        router.clear()
+    return numbers[len(found) :]
+
+
+def max_over_mean(load: torch.Tensor) -> torch.Tensor:
     """Largest load ``[E]`` of an expert over that of all, nan where nothing was counted."""
     load = load.float()
-    return float(load.max() / load.mean())
+    return load.max() / load.mean()
 
 
 class Experts(nn.Module):
