@@ -133,7 +133,7 @@ _launchers: dict[int, Launcher] = {}
 
 
 def launch(kernel: Any) -> Any:
-    """What takes a grid and launches ``kernel``: a `Launcher`, or in Triton's interpreter itself."""
+    """What takes a grid and launches ``kernel``: its `Launcher`; itself in Triton's interpreter."""
     if not hasattr(kernel, "device_caches"):
         return kernel
     found = _launchers.get(id(kernel))

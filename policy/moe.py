@@ -123,18 +123,18 @@ def update_routers(routers: Sequence[Router], rule: ThresholdRule) -> list[float
     if one has counted no token."""
     if not routers:
         return []
-    found = [router.histogram for router in routers if router.histogram is not None]
+    found = [one.histogram for one in routers if one.histogram is not None]
     if len(found) < len(routers):
         raise ValueError("no token was counted since the last update")
     tokens = [histogram.tokens for histogram in found]
-    loads = [max_over_mean(router.load) for router in routers]
+    loads = [max_over_mean(one.load) for one in routers]
     numbers = torch.cat([part.double().view(1) for part in (*tokens, *loads)]).tolist()
     if 0 in numbers[: len(found)]:
         raise ValueError("no token was counted since the last update")
-    for router, histogram in zip(routers, found, strict=True):
-        bias = router.e_score_correction_bias
+    for one, histogram in zip(routers, found, strict=True):
+        bias = one.e_score_correction_bias
         bias.copy_(rule(bias, histogram.balanced))
-        router.clear()
+        one.clear()
     return numbers[len(found) :]
 
 
