@@ -20,7 +20,7 @@ from ..kernels.moe import (
 )
 from .attention import RMSNorm
 from .config import PolicyConfig
-from .joint import each, split_joint
+from .joint import each, split_joint, trained
 from .thresholds import TRACK, ThresholdRule
 
 
@@ -35,7 +35,8 @@ class DenseMLP(nn.Module):
         self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = each(x, self.projections())
+        parts = self.projections()
+        gate, up = trained(x, [(part,) for part in parts]) or each(x, parts)
         return self.finish(gate, up)
 
     def projections(self) -> tuple[nn.Module, ...]:
@@ -180,7 +181,9 @@ class LatentMoE(nn.Module):
         """``x [T, D]`` -> ``[T, D]``."""
         experts, weights = self.gate(x)
         parts = self.projections()
-        inner = split_joint(x, parts) if parts else None
+        inner = (
+            (split_joint(x, parts) or trained(x, [(part,) for part in parts])) if parts else None
+        )
         z = x if inner is None else inner[0]
         if inner is None and self.latent:
             z = self.routed_expert_down_proj(x)
