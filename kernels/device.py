@@ -63,11 +63,20 @@ class Launcher:
     def run(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Launch the kernel on the current device and stream."""
         device = torch.cuda.current_device()
-        kinds: list[object] = [device, *constants.items(), *map(type, constants.values())]
+        kinds: list[object] = []
         values: list[object] = []
         for argument in arguments:
-            look_at(argument, kinds, values)
-        key = tuple(kinds)
+            if isinstance(argument, torch.Tensor):
+                address = argument.data_ptr()
+                kinds += (argument.dtype, address % 16)
+                values.append(address)
+            elif argument is None:
+                kinds.append(None)
+                values.append(None)
+            else:
+                look_at(argument, kinds, values)
+        settings = tuple(constants.values())
+        key = (device, tuple(constants), settings, tuple(map(type, settings)), tuple(kinds))
         found = self.compiled.get(key)
         if found is None:
             compiled = self.kernel[grid](*arguments, **constants)
@@ -99,7 +108,7 @@ def look_at(argument: Any, kinds: list[object], values: list[object]) -> None:
     """Add to ``kinds`` what Triton compiles for, and to ``values`` what the kernel is given."""
     if isinstance(argument, torch.Tensor):
         address = argument.data_ptr()
-        kinds += (argument.dtype, address % 16 == 0)
+        kinds += (argument.dtype, address % 16)
         values.append(address)
         return
     kind = type(argument)
