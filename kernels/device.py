@@ -55,7 +55,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.compiled: dict[tuple[object, ...], tuple[Any, Any, tuple[object, ...]]] = {}
+        self.compiled: dict[tuple[object, ...], Relaunch] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return partial(self.run, grid)
@@ -82,18 +82,9 @@ class Launcher:
             compiled = self.kernel[grid](*arguments, **constants)
             fixed = self.constants_behind(len(arguments), constants)
             if fixed is not None:
-                from triton.runtime import driver
-
-                self.compiled[key] = compiled, driver.active.get_current_stream, fixed
+                self.compiled[key] = Relaunch(compiled, fixed)
             return
-        compiled, current_stream, fixed = found
-        width, height, depth = (*grid, 1, 1)[:3]
-        compiled.run(
-            *(width, height, depth, current_stream(device)),
-            *(compiled.function, compiled.packed_metadata, None, None, None),
-            *values,
-            *fixed,
-        )
+        found(device, (*grid, 1, 1)[:3], values)
 
     def constants_behind(self, count: int, constants: dict[str, Any]) -> tuple[object, ...] | None:
         """Values of all parameters behind the first ``count``; None if any of these is not a
@@ -102,6 +93,53 @@ class Launcher:
         if any(p.is_constexpr for p in first) or not all(p.is_constexpr for p in rest):
             return None
         return tuple(constants.get(p.name, p.default) for p in rest)
+
+
+class Relaunch:
+    """A compiled kernel and the constants behind its arguments."""
+
+    def __init__(self, compiled: Any, fixed: tuple[object, ...]) -> None:
+        from triton.runtime import driver
+
+        active: Any = driver.active
+        run = compiled.run
+        self.compiled, self.fixed, self.stream = compiled, fixed, active.get_current_stream
+        self.start: Any = run
+        self.encode: Any = None
+        # Triton encodes each descriptor anew for each launch. Where its launcher is made as we know
+        # it, the one inside is called, and what it is given is kept with the descriptor.
+        blocks = getattr(compiled.metadata, "tensordesc_meta", None)
+        inner = getattr(getattr(run, "launch", None), "__closure__", None)
+        scratch = getattr(run, "global_scratch_size", 1), getattr(run, "profile_scratch_size", 1)
+        if blocks and inner and scratch == (0, 0) and None not in blocks:
+            from triton.backends.nvidia import driver as nvidia
+
+            names = run.launch.__code__.co_freevars
+            within = dict(zip(names, (cell.cell_contents for cell in inner), strict=True))
+            self.encode = getattr(nvidia, "make_tensordesc_arg", None)
+            self.start, self.blocks = within.get("launcher"), [(str(b), b) for b in blocks]
+            self.extra = run.launch_cooperative_grid, run.launch_pdl, None, None
+            if self.start is None or self.encode is None:
+                self.start, self.encode = run, None
+
+    def __call__(self, device: int, grid: tuple[int, ...], values: list[object]) -> None:
+        compiled, first = self.compiled, (*grid, self.stream(device), self.compiled.function)
+        behind = (compiled.packed_metadata, None, None, None)
+        if self.encode is None:
+            self.start(*first, *behind, *values, *self.fixed)
+            return
+        given: list[object] = []
+        blocks = iter(self.blocks)
+        for value in values:
+            if not hasattr(value, "block_shape"):
+                given.append(value)
+                continue
+            name, block = next(blocks)
+            kept = vars(value)
+            if name not in kept:
+                kept[name] = self.encode(value, block)
+            given += kept[name]
+        self.start(*first, *self.extra, *behind, *given, *self.fixed)
 
 
 def look_at(argument: Any, kinds: list[object], values: list[object]) -> None:
