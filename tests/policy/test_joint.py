@@ -12,7 +12,7 @@ SIZES = (24, 24, 16, 8, 3)
 
 
 def test_they_are_the_maps_and_their_gradients() -> None:
-    """In fp64, where the sum of three products and one sum after another differ by rounding only."""
+    """In fp64, where products added up at once and one by one hardly differ."""
     torch.manual_seed(0)
     x = torch.randn(10, 12, dtype=torch.float64, requires_grad=True)
     weights = [torch.randn(n, 12, dtype=torch.float64, requires_grad=True) for n in SIZES]
