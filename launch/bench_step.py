@@ -35,7 +35,7 @@ from .step_measure import (
     small_config,
     utilisation,
 )
-from .step_peers import KimiSide, check_peers, kimi_linear, missing, shared_config
+from .step_peers import KimiSide, bound_decay, check_peers, kimi_linear, missing, shared_config
 
 GIB = 2**30
 
@@ -145,6 +145,7 @@ def theirs(policy: PolicyConfig, config: StepBenchConfig) -> Measured:
     """The step of transformers with bf16 parameters, which is what its grouped products take;
     with its own checkpointing where ours has it."""
     model = kimi_linear(policy, torch.bfloat16, "cuda")
+    bound_decay(model)
     if config.checkpointing == "layers":
         model.gradient_checkpointing_enable()
     batch = draw_batch(policy.vocab_size, config.lengths, config.seed, "cuda")

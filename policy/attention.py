@@ -12,7 +12,7 @@ from ..kernels.mla import append_latent, latent_attention
 from ..kernels.norm import rms_norm
 from ..kernels.precision import widen
 from .config import PolicyConfig
-from .joint import each
+from .joint import each, trained
 from .packing import Packing
 from .state import LatentCache, Placed
 
@@ -79,19 +79,20 @@ class GatedMLA(nn.Module):
         ``past`` [N] tokens of each sequence."""
         if isinstance(state, Placed) and past is not None:
             return self._step(x, state, past)
+        parts = self.projections()
+        found = trained(x, [(part,) for part in parts])
+        q, entry, *gate = found or (*(part(x) for part in parts[:2]),)
         if self.low_rank_query:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        else:
-            q = self.q_proj(x)
+            q = self.q_b_proj(self.q_a_layernorm(q))
         q = q.view(len(x), self.num_heads, self.nope + self.rope)
-        latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], -1)
+        latent, shared = entry.split([self.rank, self.rope], -1)
         latent = self.kv_a_layernorm(latent)
         if state is None or past is None:
             out = self._expanded(q, latent, shared, packing)
         else:
             out = self._absorbed(q, torch.cat([latent, shared], -1), packing, state, past)
         if self.gated:
-            out = out * torch.sigmoid(self.g_proj(x))
+            out = out * torch.sigmoid(gate[0] if gate else self.g_proj(x))
         return self.o_proj(out)
 
     def _step(self, x: torch.Tensor, state: Placed, past: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
+from ..kernels.device import takes_kernels
+from ..kernels.precision import as_given, product_dtype
+
+WIDE = 16  # rows that a product with gradient is filled up to
 ALIGNED = 8  # rows that a product is filled up to: its own rows then begin on 16 bytes
 
 
@@ -76,6 +82,78 @@ def split_joint(x: torch.Tensor, parts: Sequence[nn.Module]) -> list[torch.Tenso
 def each(x: torch.Tensor, parts: Sequence[nn.Module]) -> list[torch.Tensor]:
     """The results of linear maps of ``x [T, D]``, by one product where `joint` is one."""
     return split_joint(x, parts) or [part(x) for part in parts]
+
+
+def trained(
+    x: torch.Tensor, groups: Sequence[Sequence[nn.Module]]
+) -> tuple[torch.Tensor, ...] | None:
+    """The results of linear maps of ``x [T, D]`` where a gradient is wanted, those of a group side
+    by side in one product, perhaps with columns behind them that mean nothing.
+
+    None on a CPU, for numbers that are not multiplied as they are in 16 bits, without gradient, and
+    of modules that are more than their weight.
+    """
+    parts = [part for group in groups for part in group]
+    wanted = torch.is_grad_enabled() and takes_kernels(x) and x.dtype == product_dtype(x)
+    if not wanted or not all(map(is_plain, parts)):
+        return None
+    weights = [part.weight for part in parts]
+    return Maps.apply(x, tuple(map(len, groups)), *weights)  # type: ignore[no-any-return]
+
+
+class Maps(torch.autograd.Function):
+    """Linear maps of one input in its dtype; the products of the backward pass add up its gradient
+    themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, counts: tuple[int, ...], *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        matrices, rest = [], list(weights)
+        for count in counts:
+            group, rest = rest[:count], rest[count:]
+            matrices.append(group[0].to(x.dtype) if count == 1 else side_by_side(group, x.dtype))
+        ctx.save_for_backward(x, *matrices)
+        ctx.counts, ctx.kinds = counts, [(len(weight), weight.dtype) for weight in weights]
+        ctx.set_materialize_grads(False)
+        with as_given(x):
+            return tuple(F.linear(x, matrix) for matrix in matrices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *upstream: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        x, *matrices = ctx.saved_tensors
+        dx: torch.Tensor | None = None
+        of_weights: list[torch.Tensor | None] = []
+        kinds = iter(ctx.kinds)
+        with as_given(x):
+            for count, matrix, d in zip(ctx.counts, matrices, upstream, strict=True):
+                own = [next(kinds) for _ in range(count)]
+                if d is None:
+                    of_weights += [None] * count
+                    continue
+                dx = d @ matrix if dx is None else dx.addmm_(d, matrix)
+                sizes = [rows for rows, _ in own]
+                pieces = (d.t() @ x).split((*sizes, len(matrix) - sum(sizes)))
+                of_weights += [
+                    piece.to(dtype) for piece, (_, dtype) in zip(pieces, own, strict=False)
+                ]
+        return dx, None, *of_weights
+
+
+def side_by_side(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """``weights [n_i, D]`` one behind the other in ``dtype``, filled up with zeros to rows that a
+    product is aligned with."""
+    sizes = list(map(len, weights))
+    rows = -(-sum(sizes) // WIDE) * WIDE
+    out = weights[0].new_empty(rows, weights[0].shape[1], dtype=dtype)
+    *places, behind = out.split((*sizes, rows - sum(sizes)))
+    for place, weight in zip(places, weights, strict=True):
+        place.copy_(weight)
+    behind.zero_()
+    return out
 
 
 def is_plain(part: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from ..kernels.kda import chunk_kda, decode_kda, decode_kda_, replay_kda
 from ..kernels.norm import gated_norm
 from ..kernels.precision import as_given
 from .config import PolicyConfig
-from .joint import is_plain, joint, stacked
+from .joint import is_plain, joint, stacked, trained
 from .packing import Packing
 from .state import KdaState, Placed, ReplayedKda
 
@@ -90,13 +90,22 @@ class KimiDeltaAttention(nn.Module):
         """``x [T, D]`` normed input -> ``[T, D]``; continues and updates ``state`` in place."""
         if isinstance(state, Placed):
             return self._step(x, state)
-        qkv = self._qkv(x)
+        *attended, output, decay, beta = self.projections()
+        found = trained(x, (attended, (output,), (decay, beta)))
+        if found is None:
+            qkv, low, beta, gate = self._qkv(x), self.f_a_proj(x), self.b_proj(x), None
+        else:
+            qkv, gate, both = found
+            inner = self.num_heads * self.head_dim
+            qkv = qkv if qkv.shape[1] == 3 * inner else qkv[:, : 3 * inner]
+            sizes = self.head_dim, self.num_heads
+            low, beta, _ = both.split((*sizes, both.shape[1] - sum(sizes)), -1)
         kernel = self._kernel()
-        z, beta = self.f_b_proj(self.f_a_proj(x)), self.b_proj(x)
+        z = self.f_b_proj(low)
         single = packing.longest == 1
         if isinstance(state, KdaState) and single:
             out, state.recurrent, state.conv = decode_kda(
-                *(qkv, kernel, state.conv, z, beta, self._gate(x)),
+                *(qkv, kernel, state.conv, z, beta, self._gate(x, gate)),
                 *(self.o_norm.weight, self.o_norm.eps),
                 A_log=self.A_log,
                 dt_bias=self.dt_bias,
@@ -133,7 +142,7 @@ class KimiDeltaAttention(nn.Module):
         if state is not None:
             state.conv = tail
         heads = out.view(len(x), self.num_heads, -1)
-        return self.o_proj(self.o_norm(heads, self._gate(x).view(heads.shape)).flatten(1))
+        return self.o_proj(self.o_norm(heads, self._gate(x, gate).view(heads.shape)).flatten(1))
 
     def _step(self, x: torch.Tensor, state: Placed) -> torch.Tensor:
         """One token of some sequences of a state, which is changed where it lies."""
@@ -179,5 +188,8 @@ class KimiDeltaAttention(nn.Module):
             return F.linear(x, torch.cat([part.weight for part in parts]))
         return torch.cat([part(x) for part in parts], -1)
 
-    def _gate(self, x: torch.Tensor) -> torch.Tensor:
-        return self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
+    def _gate(self, x: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
+        """The gate before its sigmoid; ``found`` is the result of its first map, if it is known."""
+        first, *rest = (self.g_proj,) if self.full_rank_gate else (self.g_a_proj, self.g_b_proj)
+        out = first(x) if found is None else found
+        return rest[0](out) if rest else out

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..kernels.moe import (
 )
 from .attention import RMSNorm
 from .config import PolicyConfig
-from .joint import each, split_joint
+from .joint import each, split_joint, trained
 from .thresholds import TRACK, ThresholdRule
 
 
@@ -35,7 +35,8 @@ class DenseMLP(nn.Module):
         self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = each(x, self.projections())
+        parts = self.projections()
+        gate, up = trained(x, [(part,) for part in parts]) or each(x, parts)
         return self.finish(gate, up)
 
     def projections(self) -> tuple[nn.Module, ...]:
@@ -111,23 +112,37 @@ class Router(nn.Module):
 
     def update(self, rule: ThresholdRule = TRACK) -> float:
         """Set the next threshold from the counts, clear them, return max / mean expert load."""
-        if self.histogram is None or int(self.histogram.tokens) == 0:
-            raise ValueError("no token was counted since the last update")
-        bias = self.e_score_correction_bias
-        bias.copy_(rule(bias, self.histogram.solve))
-        load = max_over_mean(self.load)
-        self.clear()
-        return load
+        return update_routers([self], rule)[0]
 
     def clear(self) -> None:
         """Forget what was counted."""
         self.histogram = None
 
 
-def max_over_mean(load: torch.Tensor) -> float:
+def update_routers(routers: Sequence[Router], rule: ThresholdRule) -> list[float]:
+    """`Router.update` of all, for which the CPU waits once. ValueError, and nothing has changed,
+    if one has counted no token."""
+    if not routers:
+        return []
+    found = [one.histogram for one in routers if one.histogram is not None]
+    if len(found) < len(routers):
+        raise ValueError("no token was counted since the last update")
+    tokens = [histogram.tokens for histogram in found]
+    loads = [max_over_mean(one.load) for one in routers]
+    numbers = torch.cat([part.double().view(1) for part in (*tokens, *loads)]).tolist()
+    if 0 in numbers[: len(found)]:
+        raise ValueError("no token was counted since the last update")
+    for one, histogram in zip(routers, found, strict=True):
+        bias = one.e_score_correction_bias
+        bias.copy_(rule(bias, histogram.balanced))
+        one.clear()
+    return numbers[len(found) :]
+
+
+def max_over_mean(load: torch.Tensor) -> torch.Tensor:
     """Largest load ``[E]`` of an expert over that of all, nan where nothing was counted."""
     load = load.float()
-    return float(load.max() / load.mean())
+    return load.max() / load.mean()
 
 
 class Experts(nn.Module):
@@ -166,7 +181,9 @@ class LatentMoE(nn.Module):
         """``x [T, D]`` -> ``[T, D]``."""
         experts, weights = self.gate(x)
         parts = self.projections()
-        inner = split_joint(x, parts) if parts else None
+        inner = (
+            (split_joint(x, parts) or trained(x, [(part,) for part in parts])) if parts else None
+        )
         z = x if inner is None else inner[0]
         if inner is None and self.latent:
             z = self.routed_expert_down_proj(x)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .moe import Router, max_over_mean
+from .moe import Router, max_over_mean, update_routers
 from .thresholds import TRACK, ThresholdRule
 
 
@@ -136,11 +136,11 @@ class Routed(nn.Module):
 
     def replayed_loads(self) -> list[float]:
         """Max / mean load per layer of the replayed routes that were counted."""
-        return [max_over_mean(router.replayed_load) for router in self.routers()]
+        return [float(max_over_mean(router.replayed_load)) for router in self.routers()]
 
     def update_thresholds(self) -> list[float]:
         """Set the next thresholds in place; max / mean load per layer of what was counted."""
-        return [router.update(self.threshold_rule) for router in self.routers()]
+        return update_routers(self.routers(), self.threshold_rule)
 
     def clear_routing_counts(self) -> None:
         """Forget counts of a step that was skipped."""

@@ -22,9 +22,10 @@ def causal_attention(
     are not empty -> ``[T, H, V]`` in v's dtype. Differentiable in all three. ValueError names a
     shape or ``bounds`` that does not fit.
 
-    On a GPU 16-bit inputs run in the attention of torch, of which cuDNN comes first: exact, summed
-    in fp32, without padding and without waiting for the device. Everything else is the definition,
-    in fp32 or wider, with all scores of a sequence at once.
+    On a GPU 16-bit inputs run in the attention of torch, long sequences in cuDNN and short ones in
+    flash attention: exact, summed in fp32, without waiting for the device, a sequence as it would
+    be alone. Gradients are the same in every run only where torch is told to be deterministic.
+    Everything else is the definition, in fp32 or wider, with all scores of a sequence at once.
     """
     _check(q, k, v, bounds)
     if takes_kernels(q):

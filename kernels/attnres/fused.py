@@ -28,9 +28,6 @@ SHARES, COLUMNS, STAGES = 64, 32, 4  # tiles of the sum over partial sums
 
 Tensor = torch.Tensor
 
-# Compiled kernels with their constants, and how many of their programs run at once.
-PREPARED: dict[tuple[object, ...], tuple[Any, list[object], int]] = {}
-
 
 class Mix(torch.autograd.Function):
     """The mixture, the sum of the last source and ``update``, and the other sources once more.
@@ -138,35 +135,16 @@ def start_forward(
 def start_forward_on_hopper(
     tensors: tuple[Any, ...], rows: int, eps: float, updated: bool, normed: bool, save: bool
 ) -> None:
-    """Launch the kernel for Hopper where it fits: the first time through Triton, then by what that
-    returned, since its look at so many arguments takes longer than a token of decoding."""
+    """Launch the kernel for Hopper where it fits."""
     given, *others = tensors
     out = others[5]
-    kinds = [t.dtype for t in others]
-    key = (out.device.index, out.shape[-1], len(given), updated, normed, save, *kinds)
-    prepared = PREPARED.get(key)
     alike = all_alike(out, *given, *others[:2])
-    if prepared is None or not alike or any(t.data_ptr() % 16 for t in others[2:5]):
-        plan = forward_plan(out.shape[-1], len(given), updated) if alike else None
-        if plan is None:
-            return start_forward(tensors, rows, eps, updated, normed, save)
-        programs = plan[1] * processors(out.device)
-        constants = {"M": len(given), "UPDATE": updated, "NORM": normed, "SAVE": save, **plan[0]}
-        compiled = launch(mix_hopper_kernel)[(min(rows, programs),)](
-            *tensors, rows, eps, **constants
-        )
-        if not any(t.data_ptr() % 16 for t in others[2:5]):
-            names = mix_hopper_kernel.arg_names[len(tensors) + 2 :]
-            PREPARED[key] = (compiled, [constants[name] for name in names], programs)
-        return None
-    compiled, values, programs = prepared
-    stream = torch.cuda.current_stream(out.device).cuda_stream
-    compiled.run(
-        *(min(rows, programs), 1, 1, stream),
-        *(compiled.function, compiled.packed_metadata, None, None, None),
-        *(tuple([t.data_ptr() for t in given]), *[t.data_ptr() for t in others], rows, eps),
-        *values,
-    )
+    plan = forward_plan(out.shape[-1], len(given), updated) if alike else None
+    if plan is None:
+        return start_forward(tensors, rows, eps, updated, normed, save)
+    constants = {"M": len(given), "UPDATE": updated, "NORM": normed, "SAVE": save, **plan[0]}
+    programs = plan[1] * processors(out.device)
+    launch(mix_hopper_kernel)[(min(rows, programs),)](*tensors, rows, eps, **constants)
     return None
 
 

@@ -8,8 +8,9 @@ bit of the result. The pieces follow from how long either pass takes, on the SMs
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +35,7 @@ STAGES, ALONE_STAGES = 3, 6  # chunks in shared memory
 PACE = 34.5
 
 Tensor = torch.Tensor
+Blocks = dict[str, list[Any]]  # descriptors that the pieces of a sequence share
 
 
 class Results(NamedTuple):
@@ -110,11 +112,13 @@ def overlapped(
     ahead, behind = torch.cuda.current_stream(v.device), side_stream(v.device)
     carried = v.new_empty(len(parts) - 1, 1, heads, width, v.shape[2], dtype=torch.float32)
     edges = [initial, *carried, last]
+    blocks: Blocks = {}
     for number, part in enumerate(parts):
-        prepare_chunks(inputs, parameters, options, prepared, table, part.chunks)
+        prepare_chunks(inputs, parameters, options, prepared, table, part.chunks, blocks)
         behind.wait_stream(ahead)
         with torch.cuda.stream(behind):
-            scan(prepared, v, kept, part.sequences, edges[number], edges[number + 1])
+            passed = edges[number], edges[number + 1]
+            scan(prepared, v, kept, part.sequences, *passed, blocks=blocks)
     ahead.wait_stream(behind)
 
 
@@ -170,6 +174,7 @@ def prepare_chunks(
     out: Prepared,
     table: Tensor,
     chunks: range,
+    blocks: Blocks | None = None,
 ) -> None:
     """First pass over some chunks of ``table`` [count, 2] (as in `tables.Tables`), into ``out``."""
     q, k, _, g, beta = inputs
@@ -187,9 +192,7 @@ def prepare_chunks(
     narrow = all(x.dtype == torch.bfloat16 for x in (q, k, g))
     if width == 128 and size == 32 and options.norm and is_hopper(q.device) and narrow:
         launch(prep_hopper_kernel)[(len(chunks) * heads,)](
-            *(rows_of(x, size, width // 2) for x in (q, k, g)),
-            *(shared(x.view(-1, width), size, width // 2) for x in (out.kt, out.qt, out.kh)),
-            *(shared(x.view(-1, size), size, size) for x in (out.inv, out.att)),
+            *once(blocks, "first", partial(prep_blocks, inputs, out)),
             beta,
             *parameters,
             table,
@@ -220,6 +223,33 @@ def prepare_chunks(
         PRECISION="ieee" if wide else PREP_PRECISION,
         num_warps=2,
     )
+
+
+def once(blocks: Blocks | None, name: str, make: Callable[[], list[Any]]) -> list[Any]:
+    """``make()``, which ``blocks`` keep for the other pieces."""
+    if blocks is None:
+        return make()
+    if name not in blocks:
+        blocks[name] = make()
+    return blocks[name]
+
+
+def prep_blocks(inputs: tuple[Tensor, ...], out: Prepared) -> list[Any]:
+    """What the first pass copies in blocks on Hopper."""
+    q, k, _, g, _ = inputs
+    _, _, size, width = out.kt.shape
+    return [
+        *(rows_of(x, size, width // 2) for x in (q, k, g)),
+        *(shared(x.view(-1, width), size, width // 2) for x in (out.kt, out.qt, out.kh)),
+        *(shared(x.view(-1, size), size, size) for x in (out.inv, out.att)),
+    ]
+
+
+def scan_blocks(prepared: Prepared, v: Tensor, states: Tensor | None, block: int) -> list[Any]:
+    """What the second pass copies in blocks on Hopper."""
+    width = prepared.kt.shape[3]
+    entering = None if states is None else shared(states.view(-1, width), block, width)
+    return [*shared_blocks(prepared), rows_of(v, prepared.kt.shape[2], block), entering]
 
 
 def stretch(prepared: Prepared, v: Tensor, sequences: Tensor, maps: Tensor, driven: Tensor) -> None:
@@ -263,6 +293,7 @@ def scan(
     *,
     driven: bool = True,
     whole: bool = False,
+    blocks: Blocks | None = None,
 ) -> None:
     """Second pass over ``sequences`` [N, 4], into ``kept`` (outputs; where they are wanted, U and
     the states entering chunks) and ``last`` (final states). Without ``driven`` all values are 0;
@@ -289,9 +320,7 @@ def scan(
     }
     if in_gluon(prepared, v):
         launch(scan_hopper_kernel)[(grid[0] * grid[1],)](
-            *shared_blocks(prepared),
-            rows_of(v, size, block),
-            shared(states.view(-1, width), block, width) if states is not None else None,
+            *once(blocks, "second", partial(scan_blocks, prepared, v, states, block)),
             out,
             initial,
             last,

@@ -73,6 +73,11 @@ class QuantileHistogram:
         counted."""
         if int(self.tokens) == 0:
             raise ValueError("no token was counted")
+        return self.balanced()
+
+    def balanced(self) -> torch.Tensor:
+        """What `solve` returns, without a look at whether anything was counted: the CPU does not
+        wait for a GPU."""
         if self.k == len(self.bias):
             return centred(self.bias)
         rank = self.tokens.double() * self.k  # need not be whole when divided, by a tensor as above

@@ -233,6 +233,27 @@ def test_thresholds_stay_fp32_and_in_place():
     assert "model.layers.1.block_sparse_moe.gate.e_score_correction_bias" in policy.state_dict()
 
 
+def test_thresholds_of_all_layers_move_at_once_or_not_at_all():
+    policy = Policy(PolicyConfig.tiny())
+    routers = policy.routers()
+    assert len(routers) > 1
+    with policy.routing_statistics():
+        policy(torch.randint(0, 512, (1, 64)))
+    wanted = [router.histogram.solve() for router in routers]
+    loads = [float(router.load.max() / router.load.double().mean()) for router in routers]
+    last = routers[-1].histogram
+    routers[-1].clear()
+    before = [router.e_score_correction_bias.clone() for router in routers]
+    with pytest.raises(ValueError, match="no token was counted"):
+        policy.update_thresholds()
+    for router, kept in zip(routers, before, strict=True):
+        assert torch.equal(router.e_score_correction_bias, kept)
+    routers[-1].histogram = last
+    assert policy.update_thresholds() == pytest.approx(loads, rel=1e-6)
+    for router, bias in zip(routers, wanted, strict=True):
+        assert torch.equal(router.e_score_correction_bias, bias)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_thresholds_are_fp32_in_a_policy_built_in_another_dtype(dtype):
     config = PolicyConfig.tiny(vocab_size=64, hidden_size=32)
