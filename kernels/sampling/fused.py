@@ -7,7 +7,7 @@ import torch
 from ..device import launch, on_device_of
 from .triton_draw import draw_kernel
 
-COLUMNS, WARPS = 2048, 8
+COLUMNS, WARPS = 4096, 16
 
 Tensor = torch.Tensor
 
