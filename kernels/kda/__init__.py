@@ -345,6 +345,8 @@ def decode_kda_(
                     rows, parameters, state, bound=lower_bound, eps=eps, places=places
                 )[0]
         used = (places >= 0).nonzero().flatten()
+        if not len(used):
+            return torch.zeros_like(gate)
         where = places[used].long()
         some = (x[used] for x in (z, beta, gate))
         found, state[where], tail[where] = decode_kda(

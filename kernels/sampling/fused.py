@@ -6,8 +6,10 @@ import torch
 
 from ..device import launch, on_device_of
 from .triton_draw import draw_kernel
+from .triton_step import advance_kernel, point_kernel
 
 COLUMNS, WARPS = 4096, 16
+ROWS = 128  # sequences of a program that only counts
 
 Tensor = torch.Tensor
 
@@ -30,3 +32,40 @@ def draw(logits: Tensor, temperature: Tensor, point: Tensor) -> Tensor:
                 num_warps=WARPS,
             )
     return out
+
+
+def points(keys: Tensor, position: Tensor) -> Tensor:
+    """fp64 [N] in [0, 1): output number ``position`` int32 [N] of the splitmix64 streams ``keys``
+    int64 [N], which hold 64 bits."""
+    out = torch.empty(len(keys), dtype=torch.float64, device=keys.device)
+    if len(keys):
+        with on_device_of(keys):
+            launch(point_kernel)[(-(-len(keys) // ROWS),)](
+                keys, position, out, len(keys), BLOCK=ROWS
+            )
+    return out
+
+
+def advance(
+    drawn: Tensor,
+    stops: Tensor,
+    ids: Tensor,
+    places: Tensor,
+    past: Tensor,
+    position: Tensor,
+    left: Tensor,
+    stop: Tensor,
+) -> None:
+    """Make of a step's inputs int32 [N], in place, those of the step after it, for the tokens
+    ``drawn [N, 2]`` that `draw` gave.
+
+    A sequence is over, its place becomes -1, when row ``stop[n]`` of ``stops`` uint8 [S, V] is not
+    0 at its token, or when ``left`` counts down to 0; one that is over stays as it is.
+    """
+    if len(drawn):
+        with on_device_of(drawn):
+            launch(advance_kernel)[(-(-len(drawn) // ROWS),)](
+                *(drawn, stops, ids, places, past, position, left, stop, len(drawn)),
+                V=stops.shape[1],
+                BLOCK=ROWS,
+            )
