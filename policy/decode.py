@@ -29,9 +29,14 @@ WIDE, NARROW = 2, 6  # columns of `StepInputs` of 8 and of 4 bytes
 
 
 def takes_steps(policy: Policy) -> bool:
-    """Whether `Steps` serve: on a GPU, not in fp64, and with a bounded gate."""
-    narrow = policy.dtype != torch.float64
-    return policy.device.type == "cuda" and narrow and policy.config.gate_lower_bound is not None
+    """Whether `Steps` serve, and wait for nothing: 16-bit numbers on a GPU, and KDA layers of sizes
+    and with a gate that a kernel takes."""
+    if policy.device.type != "cuda" or policy.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    from ..kernels.kda.fused import HEAD_SIZES
+
+    sizes = (policy.config.linear_attn_config or {})["head_dim"] in HEAD_SIZES
+    return sizes and bool(policy.config.gate_lower_bound)
 
 
 @torch.inference_mode(False)  # weights outlive it
@@ -203,6 +208,14 @@ class CapturedSteps:
             column[: self.count] = getattr(inputs, name)
         self._buffer.copy_(self._given, non_blocking=True)
         self._copied.record()
+
+    def inputs_copy(self) -> Tensor:
+        """What the next step is going to read, for `restore`."""
+        return self._buffer.clone()
+
+    def restore(self, inputs: Tensor) -> None:
+        """Let the next step read what `inputs_copy` gave."""
+        self._buffer.copy_(inputs)
 
     def replay(self) -> None:
         """Run a step."""
