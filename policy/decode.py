@@ -20,6 +20,7 @@ from .kda import KimiDeltaAttention
 from .model import Policy
 from .moe import DenseMLP, LatentMoE
 from .packing import Packing
+from .routing import route_dtype
 from .state import DecodeState, PlacedState
 
 Tensor = torch.Tensor
@@ -197,7 +198,8 @@ class CapturedSteps:
         drawn = draw(logits, x.temperature, points(x.keys, x.position))
         rest = (x.ids, x.places, x.past, x.position, x.left, x.stop)
         advance(drawn, steps.stops, *rest)
-        return logits, drawn, torch.stack(taken, 1) if taken else None
+        routes = torch.stack(taken, 1).to(route_dtype(routers[0])) if taken else None
+        return logits, drawn, routes
 
     def give(self, inputs: StepInputs) -> None:
         """Take sequences ``[n]``, numpy arrays; they go on by themselves from there."""
