@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..kernels.sampling import advance_, draw_tokens, stream_points
 from .attention import GatedMLA
 from .joint import is_plain, lay_together, together
 from .kda import KimiDeltaAttention
@@ -102,7 +103,7 @@ class Steps:
 
     ``stops`` uint8 [S, V] on the device marks the tokens of each stop set. With ``record`` the
     routes of a step are kept. Weights may change where they lie; `stale` says whether anything has
-    been moved, after which these steps must not run.
+    been moved, after which these steps must not run. On a CPU they run without graphs.
     """
 
     def __init__(
@@ -110,7 +111,9 @@ class Steps:
     ) -> None:
         self.policy, self.state, self.stops, self.record = policy, state, stops, record
         self._graphs: dict[int, CapturedSteps] = {}
-        self.pool: Any = torch.cuda.graph_pool_handle()  # of all graphs: they never run at once
+        self.on_gpu = policy.device.type == "cuda"
+        # of all graphs: they never run at once
+        self.pool: Any = torch.cuda.graph_pool_handle() if self.on_gpu else None
         self._memory = self._addresses()
 
     def _addresses(self) -> list[int]:
@@ -138,12 +141,13 @@ class Drawn:
 
     result: Tensor
     routes: Tensor | None
-    done: torch.cuda.Event
+    done: torch.cuda.Event | None
     count: int
 
     def wait(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Both are overwritten when two more steps are started."""
-        self.done.synchronize()
+        if self.done is not None:
+            self.done.synchronize()
         routes = None if self.routes is None else self.routes[: self.count].numpy()
         return self.result[: self.count].numpy(), routes
 
@@ -156,37 +160,43 @@ class CapturedSteps:
         self._steps, self.size, self.count = steps, size, 0
         device = steps.policy.device
         buffer = torch.zeros((8 * WIDE + 4 * NARROW) * size, dtype=torch.uint8, device=device)
-        given = torch.zeros_like(buffer, device="cpu").pin_memory()
+        given = self._host_copy(buffer)
+        given.zero_()
         self._buffer, self._given = buffer, given
         self.inputs = StepInputs.of(buffer, size)
         host = StepInputs.of(given, size)
         self._host = {name: getattr(host, name).numpy() for name in StepInputs.__slots__}
-        self._copied = torch.cuda.Event()
+        self._copied = torch.cuda.Event() if steps.on_gpu else None
         self.inputs.places.fill_(-1)  # no row changes before the first step
+        self._graph = torch.cuda.CUDAGraph() if steps.on_gpu else None
+        self.logits, self.result, self.routes = self._captured()
+        self._out = [self._host_copy(self.result) for _ in range(2)]
+        self._out_routes = [
+            self._host_copy(self.routes) for _ in range(2) if self.routes is not None
+        ]
+        self._turn = 0
+
+    def _captured(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        steps, device = self._steps, self._steps.policy.device
+        if self._graph is None:
+            return self.eager()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):
                 self.eager()
         torch.cuda.current_stream(device).wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
         # weights may be on their way in another thread
-        with torch.cuda.graph(self.graph, pool=steps.pool, capture_error_mode="thread_local"):
-            self.logits, self.result, self.routes = self.eager()
-        self._out = [self._landing(self.result) for _ in range(2)]
-        self._out_routes = [
-            None if self.routes is None else self._landing(self.routes) for _ in range(2)
-        ]
-        self._turn = 0
+        with torch.cuda.graph(self._graph, pool=steps.pool, capture_error_mode="thread_local"):
+            return self.eager()
 
-    @staticmethod
-    def _landing(source: Tensor) -> Tensor:
-        return torch.empty(source.shape, dtype=source.dtype).pin_memory()
+    def _host_copy(self, source: Tensor) -> Tensor:
+        """Room on the host that copies need not wait for."""
+        room = torch.empty(source.shape, dtype=source.dtype)
+        return room.pin_memory() if self._steps.on_gpu else room
 
     def eager(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The captured step: logits ``[B, V]``, tokens and log-probs fp64 [B, 2], routes."""
-        from ..kernels.sampling.fused import advance, draw, points
-
         steps, x = self._steps, self.inputs
         routers = steps.policy.routers() if steps.record else []
         for router in routers:
@@ -195,21 +205,23 @@ class CapturedSteps:
         taken = [torch.cat(router.recorded or []) for router in routers]
         for router in routers:
             router.recorded = None
-        drawn = draw(logits, x.temperature, points(x.keys, x.position))
+        drawn = draw_tokens(logits, x.temperature, stream_points(x.keys, x.position))
         rest = (x.ids, x.places, x.past, x.position, x.left, x.stop)
-        advance(drawn, steps.stops, *rest)
+        advance_(drawn, steps.stops, *rest)
         routes = torch.stack(taken, 1).to(route_dtype(routers[0])) if taken else None
         return logits, drawn, routes
 
     def give(self, inputs: StepInputs) -> None:
         """Take sequences ``[n]``, numpy arrays; they go on by themselves from there."""
-        self._copied.synchronize()  # what was given before has left the host
+        if self._copied is not None:
+            self._copied.synchronize()  # what was given before has left the host
         self.count = len(inputs.ids)
         self._host["places"].fill(-1)
         for name, column in self._host.items():
             column[: self.count] = getattr(inputs, name)
         self._buffer.copy_(self._given, non_blocking=True)
-        self._copied.record()
+        if self._copied is not None:
+            self._copied.record()
 
     def inputs_copy(self) -> Tensor:
         """What the next step is going to read, for `restore`."""
@@ -221,18 +233,24 @@ class CapturedSteps:
 
     def replay(self) -> None:
         """Run a step."""
-        self.graph.replay()
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        for kept, new in zip((self.logits, self.result, self.routes), self.eager(), strict=True):
+            if kept is not None and new is not None:
+                kept.copy_(new)
 
     def start(self) -> Drawn:
         """Run a step whose results are copied to the host; of the last two they are to be had."""
         self.replay()
         self._turn ^= 1
-        result, routes = self._out[self._turn], self._out_routes[self._turn]
-        result.copy_(self.result, non_blocking=True)
-        if routes is not None and self.routes is not None:
-            routes.copy_(self.routes, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
+        result = self._out[self._turn].copy_(self.result, non_blocking=True)
+        routes = None
+        if self.routes is not None:
+            routes = self._out_routes[self._turn].copy_(self.routes, non_blocking=True)
+        done = torch.cuda.Event() if self._steps.on_gpu else None
+        if done is not None:
+            done.record()
         return Drawn(result, routes, done, self.count)
 
 

@@ -35,8 +35,7 @@ def draw(logits: Tensor, temperature: Tensor, point: Tensor) -> Tensor:
 
 
 def points(keys: Tensor, position: Tensor) -> Tensor:
-    """fp64 [N] in [0, 1): output number ``position`` int32 [N] of the splitmix64 streams ``keys``
-    int64 [N], which hold 64 bits."""
+    """`farhorizon.kernels.sampling.stream_points` on the GPU."""
     out = torch.empty(len(keys), dtype=torch.float64, device=keys.device)
     if len(keys):
         with on_device_of(keys):
@@ -56,12 +55,7 @@ def advance(
     left: Tensor,
     stop: Tensor,
 ) -> None:
-    """Make of a step's inputs int32 [N], in place, those of the step after it, for the tokens
-    ``drawn [N, 2]`` that `draw` gave.
-
-    A sequence is over, its place becomes -1, when row ``stop[n]`` of ``stops`` uint8 [S, V] is not
-    0 at its token, or when ``left`` counts down to 0; one that is over stays as it is.
-    """
+    """`farhorizon.kernels.sampling.advance_` on the GPU."""
     if len(drawn):
         with on_device_of(drawn):
             launch(advance_kernel)[(-(-len(drawn) // ROWS),)](
