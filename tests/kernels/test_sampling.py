@@ -4,6 +4,7 @@ where there is no GPU, else compiled."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,7 +15,13 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, below
 import triton.experimental.gluon  # noqa: E402, F401  # in the same mode: launches look into it
 
-from farhorizon.kernels.sampling import draw_tokens, fused, naive_draw_tokens  # noqa: E402
+from farhorizon.kernels.sampling import (  # noqa: E402
+    draw_tokens,
+    fused,
+    naive_advance,
+    naive_draw_tokens,
+    naive_stream_points,
+)
 from farhorizon.rollout.sampler import sample, uniforms  # noqa: E402
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -77,10 +84,14 @@ def test_points_are_those_of_the_host() -> None:
     found = fused.points(
         torch.from_numpy(keys.view(np.int64)).to(DEVICE), torch.from_numpy(position).to(DEVICE)
     )
-    np.testing.assert_array_equal(found.cpu().numpy(), uniforms(keys, position.astype(np.int64)))
+    meant = uniforms(keys, position.astype(np.int64))
+    np.testing.assert_array_equal(found.cpu().numpy(), meant)
+    naive = naive_stream_points(torch.from_numpy(keys.view(np.int64)), torch.from_numpy(position))
+    np.testing.assert_array_equal(naive.numpy(), meant)
 
 
-def test_a_step_is_followed_by_hand() -> None:
+@pytest.mark.parametrize("follow", [fused.advance, naive_advance])
+def test_a_step_is_followed_by_hand(follow: Callable[..., None]) -> None:
     """Of five sequences the first goes on, the second draws a stop token of its set, the third one
     of the other set, the fourth has no token left, the fifth was over before."""
     stops = torch.zeros(2, 6, dtype=torch.uint8)
@@ -93,7 +104,7 @@ def test_a_step_is_followed_by_hand() -> None:
             *([9, 9, 9, 1, 0], [0, 1, 0, 0, 0]),
         )
     )
-    fused.advance(drawn.to(DEVICE), stops.to(DEVICE), ids, places, past, position, left, stop)
+    follow(drawn.to(DEVICE), stops.to(DEVICE), ids, places, past, position, left, stop)
     assert places.tolist() == [7, -1, 5, -1, -1]
     assert ids.tolist() == [3, 5, 5, 2, 0]
     assert past.tolist() == [11, 12, 13, 14, 14] and position.tolist() == [21, 22, 23, 24, 24]
