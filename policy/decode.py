@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.sampling import advance_, draw_tokens, stream_points
+from ..kernels.sampling import advance_, stream_points
+from ..kernels.sampling import draw_tokens as draw_tokens
 from .attention import GatedMLA
 from .joint import is_plain, lay_together, together
 from .kda import KimiDeltaAttention

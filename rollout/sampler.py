@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import RunFailed
-from ..kernels.sampling import draw_tokens
+from ..policy.decode import draw_tokens
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
