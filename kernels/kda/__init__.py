@@ -318,8 +318,8 @@ def decode_kda_(
     lower_bound: float | None = -5.0,
 ) -> torch.Tensor:
     """`decode_kda` with ``state [S, H, K, V]`` and ``tail [S, W - 1, C]`` changed in place, without
-    gradients: those of sequence n are row ``places[n]``, int [N]; its output ``[N, H * V]`` means
-    nothing where that is below 0.
+    gradients: those of sequence n are row ``places[n]``, int [N]; its output ``[N, H * V]`` is 0
+    where that is below 0.
 
     No row may be named twice. Where `decode_kda` is one kernel this is too, and does not wait for
     the GPU; ``state`` and ``tail`` must then be contiguous. ValueError names an argument that does
