@@ -104,7 +104,8 @@ class Packed:
         return out.logits
 
     def _empty(self, count: int) -> DecodeState:
-        return DecodeState.empty(self._policy.config, count, device=self._policy.device)
+        policy = self._policy
+        return DecodeState.empty(policy.config, count, policy.device, policy.dtype)
 
     def _index(self, index: np.ndarray) -> Tensor:
         return torch.from_numpy(index).to(self._policy.device)
