@@ -148,6 +148,12 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "forward_only_from": _ONE,
     },
     schema.StepBenchConfig: {"seed": _SEED, "steps": _ONE, "lengths": _Range(2)},
+    schema.DecodeBenchConfig: {
+        "seed": _SEED,
+        "sequences": _ONE,
+        "context": _ONE,
+        "repeats": _ONE,
+    },
     schema.ParityBenchConfig: {"seed": _SEED, "lengths": _Range(2), "sampled": _ONE},
     schema.PlanConfig: {
         "context": _ONE,

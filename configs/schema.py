@@ -273,6 +273,18 @@ class StepBenchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBenchConfig:
+    """Decode steps on this GPU beside what its memory allows."""
+
+    policy: str = "1b"  # preset, folder or config.json: its sizes; weights are drawn
+    sequences: tuple[int, ...] = (256,)  # that a step reads one token of each
+    context: int = 4096  # tokens that each sequence has
+    repeats: int = 30  # steps behind each median
+    seed: int = 0
+    output: str | None = None  # file that gets a JSON line for each number of sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParityBenchConfig:
     """Log-probs of a random policy in our forward and in stock vLLM, on this GPU."""
 

@@ -122,8 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "name",
         metavar="NAME",
-        help="grpo: an RL step beside TRL's; kda: kernels on a GPU; parity: log-probs beside "
-        "vLLM's; step: a training step on a GPU",
+        help="decode: decode steps on a GPU; grpo: an RL step beside TRL's; kda: kernels on a GPU; "
+        "parity: log-probs beside vLLM's; step: a training step on a GPU",
     )
     _add_overrides(command)
     command = commands.add_parser("plan", help="sizes of a policy, and what fits on given GPUs")
@@ -208,8 +208,18 @@ def _play(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     from ..configs.load import override_config
-    from ..configs.schema import BenchConfig, KdaBenchConfig, ParityBenchConfig, StepBenchConfig
+    from ..configs.schema import (
+        BenchConfig,
+        DecodeBenchConfig,
+        KdaBenchConfig,
+        ParityBenchConfig,
+        StepBenchConfig,
+    )
 
+    if arguments.name == "decode":
+        from .bench_decode import bench_decode
+
+        return bench_decode(override_config(DecodeBenchConfig(), arguments.overrides))
     if arguments.name == "kda":
         from .bench_kda import bench_kda
 

@@ -1,36 +1,45 @@
 """Decode steps on a GPU: one token of many sequences, replayed from a CUDA graph.
 
-A step reads and changes the rows of a `DecodeState` where they lie, waits for nothing on the host,
-and has shapes that depend on the number of sequences alone. It is captured once for every such
-number (a bucket, which fewer sequences may fill in part) and memory of the state.
+A step reads and changes the rows of a `DecodeState` where they lie, draws the next tokens, and
+leaves what the step after it needs on the device: the host gives sequences once, starts steps, and
+reads what they drew whenever it likes. Shapes depend on the number of sequences alone. A step is
+captured once for every such number (a bucket, which fewer sequences may fill in part).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
 
+from ..kernels.sampling import advance_, stream_points
+from ..kernels.sampling import draw_tokens as draw_tokens
 from .attention import GatedMLA
 from .joint import is_plain, lay_together, together
 from .kda import KimiDeltaAttention
 from .model import Policy
 from .moe import DenseMLP, LatentMoE
 from .packing import Packing
+from .routing import route_dtype
 from .state import DecodeState, PlacedState
 
 Tensor = torch.Tensor
-Finish = Callable[[Tensor, Tensor], Tensor]
 
-NUMBERS = 2  # fp64 that a step takes for each sequence beside token, row and length
+STOP_SETS = 16  # that the table of stop tokens has room for, or a multiple
+WIDE, NARROW = 2, 6  # columns of `StepInputs` of 8 and of 4 bytes
 
 
 def takes_steps(policy: Policy) -> bool:
-    """Whether `Steps` serve: on a GPU, not in fp64, and with a bounded gate."""
-    narrow = policy.dtype != torch.float64
-    return policy.device.type == "cuda" and narrow and policy.config.gate_lower_bound is not None
+    """Whether `Steps` serve, and wait for nothing: 16-bit numbers on a GPU, and KDA layers of sizes
+    and with a gate that a kernel takes."""
+    if policy.device.type != "cuda" or policy.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    from ..kernels.kda.fused import HEAD_SIZES
+
+    sizes = (policy.config.linear_attn_config or {})["head_dim"] in HEAD_SIZES
+    return sizes and bool(policy.config.gate_lower_bound)
 
 
 @torch.inference_mode(False)  # weights outlive it
@@ -38,15 +47,15 @@ def takes_steps(policy: Policy) -> bool:
 def lay_out(policy: Policy) -> None:
     """Move weights that one product can use to one place; they stay the parameters they are."""
     for module in policy.modules():
-        parts: tuple[nn.Module, ...] = ()
+        groups: list[list[Any]] = []
         if isinstance(module, KimiDeltaAttention):
-            lay_together(module.convolutions())
-            parts = module.projections()
-        elif isinstance(module, GatedMLA | LatentMoE | DenseMLP):
-            parts = module.projections()
-        if len(parts) > 1 and all(map(is_plain, parts)):
-            weights: list[Any] = [part.weight for part in parts]
-            if together(weights) is None:  # those of a shared expert lie with its layer's
+            groups.append(list(module.convolutions()))
+        if isinstance(module, KimiDeltaAttention | GatedMLA | LatentMoE | DenseMLP):
+            parts: tuple[Any, ...] = module.projections()
+            if all(map(is_plain, parts)):
+                groups.append([part.weight for part in parts])
+        for weights in groups:  # those of a shared expert lie with its layer's
+            if len(weights) > 1 and together(weights) is None:
                 lay_together(weights)
 
 
@@ -63,82 +72,194 @@ def decode_logits(
     return policy.lm_head(policy.model(ids, packing, PlacedState(state, places, past)))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Sequences of steps, columns of one buffer, tensors or numpy arrays [B].
+
+    ``temperature`` fp64 and ``keys`` int64, the 64 bits of `sampler.stream_key`; int32: the token
+    ``ids`` to be read, ``places`` in the state (-1 none), ``past`` tokens there, ``position`` in
+    its trajectory of the token that is drawn, how many are ``left`` to draw, and the ``stop`` set.
+    """
+
+    temperature: Any
+    keys: Any
+    ids: Any
+    places: Any
+    past: Any
+    position: Any
+    left: Any
+    stop: Any
+
+    @classmethod
+    def of(cls, buffer: Tensor, size: int) -> StepInputs:
+        """Views of a buffer of bytes."""
+        wide = buffer[: 8 * WIDE * size]
+        narrow = buffer[8 * WIDE * size :].view(torch.int32).view(NARROW, size)
+        temperature, keys = wide.view(torch.float64).view(WIDE, size)
+        return cls(temperature, keys.view(torch.int64), *narrow)
+
+
 class Steps:
     """Captured decode steps of one policy and state.
 
-    ``finish`` makes of logits ``[B, V]`` and ``numbers`` fp64 [2, B] what a step returns, on the
-    device, without waiting. Weights may change where they lie, nothing may be moved.
+    ``stops`` uint8 [S, V] on the device marks the tokens of each stop set. With ``record`` the
+    routes of a step are kept. Weights may change where they lie; `stale` says whether anything has
+    been moved, after which these steps must not run. On a CPU they run without graphs.
     """
 
-    def __init__(self, policy: Policy, state: DecodeState, finish: Finish) -> None:
-        self.policy, self.state, self._finish = policy, state, finish
-        self._graphs: dict[int, _Captured] = {}
-        self.pool: Any = torch.cuda.graph_pool_handle()  # of all graphs: they never run at once
+    def __init__(
+        self, policy: Policy, state: DecodeState, stops: Tensor, record: bool = False
+    ) -> None:
+        self.policy, self.state, self.stops, self.record = policy, state, stops, record
+        self._graphs: dict[int, CapturedSteps] = {}
+        self.on_gpu = policy.device.type == "cuda"
+        # of all graphs: they never run at once
+        self.pool: Any = torch.cuda.graph_pool_handle() if self.on_gpu else None
+        self._memory = self._addresses()
+
+    def _addresses(self) -> list[int]:
+        weights = (*self.policy.parameters(), *self.policy.buffers())
+        caches = (t for layer in self.state.layers for t in layer.tensors())
+        return [t.data_ptr() for t in (*weights, *caches, self.stops)]
+
+    def stale(self) -> bool:
+        """Whether weights, state or stop sets lie elsewhere than when these steps were made."""
+        return self._addresses() != self._memory
 
     @torch.inference_mode()
-    def __call__(self, ids: Tensor, places: Tensor, past: Tensor, numbers: Tensor) -> Tensor:
-        """One step of sequences ``[n]``, given on the CPU; its result ``[n, ...]`` on the device
-        is overwritten by later steps."""
-        count = len(ids)
-        graph = self.captured(bucket_of(count))
-        graph.give(ids, places, past, numbers)
-        graph.replay()
-        return graph.result[:count]
-
-    def eager(self, graph: _Captured) -> Tensor:
-        """The step that is captured, on the inputs of ``graph``."""
-        logits = decode_logits(self.policy, graph.ids, self.state, graph.places, graph.past)
-        return self._finish(logits, graph.numbers)
-
-    def captured(self, size: int) -> _Captured:
-        """The graph of a step of ``size`` sequences."""
+    def captured(self, count: int) -> CapturedSteps:
+        """The steps of the bucket of ``count`` sequences."""
+        size = bucket_of(count)
         if size not in self._graphs:
-            self._graphs[size] = _Captured(self, size)
+            self._graphs[size] = CapturedSteps(self, size)
         return self._graphs[size]
 
 
-class _Captured:
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step drew, on its way to the host: `wait` gives fp64 [n, 2], tokens and log-probs, and
+    routes ``[n, layers, k]`` if they are recorded, else None."""
+
+    result: Tensor
+    routes: Tensor | None
+    done: torch.cuda.Event | None
+    count: int
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Both are overwritten when two more steps are started."""
+        if self.done is not None:
+            self.done.synchronize()
+        routes = None if self.routes is None else self.routes[: self.count].numpy()
+        return self.result[: self.count].numpy(), routes
+
+
+class CapturedSteps:
     """The graph of a step of ``size`` sequences, and where it finds its inputs: one buffer, which
     one copy fills."""
 
     def __init__(self, steps: Steps, size: int) -> None:
+        self._steps, self.size, self.count = steps, size, 0
         device = steps.policy.device
-        self._bytes = torch.zeros((8 * NUMBERS + 12) * size, dtype=torch.uint8, device=device)
-        self._given = torch.zeros_like(self._bytes, device="cpu").pin_memory()
-        self.numbers, self.ids, self.places, self.past = _parts(self._bytes, size)
-        self._numbers, self._ids, self._places, self._past = _parts(self._given, size)
-        self.places.fill_(-1)  # no row changes before the first step
-        self._copied = torch.cuda.Event()
+        buffer = torch.zeros((8 * WIDE + 4 * NARROW) * size, dtype=torch.uint8, device=device)
+        given = self._host_copy(buffer)
+        given.zero_()
+        self._buffer, self._given = buffer, given
+        self.inputs = StepInputs.of(buffer, size)
+        host = StepInputs.of(given, size)
+        self._host = {name: getattr(host, name).numpy() for name in StepInputs.__slots__}
+        self._copied = torch.cuda.Event() if steps.on_gpu else None
+        self.inputs.places.fill_(-1)  # no row changes before the first step
+        self._graph = torch.cuda.CUDAGraph() if steps.on_gpu else None
+        self.logits, self.result, self.routes = self._captured()
+        self._out = [self._host_copy(self.result) for _ in range(2)]
+        self._out_routes = [
+            self._host_copy(self.routes) for _ in range(2) if self.routes is not None
+        ]
+        self._turn = 0
+
+    def _captured(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        steps, device = self._steps, self._steps.policy.device
+        if self._graph is None:
+            return self.eager()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):
-                steps.eager(self)
+                self.eager()
         torch.cuda.current_stream(device).wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
         # weights may be on their way in another thread
-        with torch.cuda.graph(self.graph, pool=steps.pool, capture_error_mode="thread_local"):
-            self.result = steps.eager(self)
+        with torch.cuda.graph(self._graph, pool=steps.pool, capture_error_mode="thread_local"):
+            return self.eager()
 
-    def give(self, ids: Tensor, places: Tensor, past: Tensor, numbers: Tensor) -> None:
-        """Take the inputs of the next steps."""
-        count = len(ids)
-        self._copied.synchronize()  # what was given before has left the host
-        self._places.fill_(-1)
-        self._ids[:count], self._places[:count], self._past[:count] = ids, places, past
-        self._numbers[:, :count] = numbers
-        self._bytes.copy_(self._given, non_blocking=True)
-        self._copied.record()
+    def _host_copy(self, source: Tensor) -> Tensor:
+        """Room on the host that copies need not wait for."""
+        room = torch.empty(source.shape, dtype=source.dtype)
+        return room.pin_memory() if self._steps.on_gpu else room
+
+    def eager(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The captured step: logits ``[B, V]``, tokens and log-probs fp64 [B, 2], routes."""
+        steps, x = self._steps, self.inputs
+        routers = steps.policy.routers() if steps.record else []
+        for router in routers:
+            router.recorded = []
+        logits = decode_logits(steps.policy, x.ids, steps.state, x.places, x.past)
+        taken = [torch.cat(router.recorded or []) for router in routers]
+        for router in routers:
+            router.recorded = None
+        drawn = draw_tokens(logits, x.temperature, stream_points(x.keys, x.position))
+        rest = (x.ids, x.places, x.past, x.position, x.left, x.stop)
+        advance_(drawn, steps.stops, *rest)
+        routes = torch.stack(taken, 1).to(route_dtype(routers[0])) if taken else None
+        return logits, drawn, routes
+
+    def give(self, inputs: StepInputs) -> None:
+        """Take sequences ``[n]``, numpy arrays; they go on by themselves from there."""
+        if self._copied is not None:
+            self._copied.synchronize()  # what was given before has left the host
+        self.count = len(inputs.ids)
+        self._host["places"].fill(-1)
+        for name, column in self._host.items():
+            column[: self.count] = getattr(inputs, name)
+        self._buffer.copy_(self._given, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def inputs_copy(self) -> Tensor:
+        """What the next step is going to read, for `restore`."""
+        return self._buffer.clone()
+
+    def restore(self, inputs: Tensor) -> None:
+        """Let the next step read what `inputs_copy` gave."""
+        self._buffer.copy_(inputs)
 
     def replay(self) -> None:
-        """Run the step on what was given last."""
-        self.graph.replay()
+        """Run a step."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        for kept, new in zip((self.logits, self.result, self.routes), self.eager(), strict=True):
+            if kept is not None and new is not None:
+                kept.copy_(new)
+
+    def start(self) -> Drawn:
+        """Run a step whose results are copied to the host; of the last two they are to be had."""
+        self.replay()
+        self._turn ^= 1
+        result = self._out[self._turn].copy_(self.result, non_blocking=True)
+        routes = None
+        if self.routes is not None:
+            routes = self._out_routes[self._turn].copy_(self.routes, non_blocking=True)
+        done = torch.cuda.Event() if self._steps.on_gpu else None
+        if done is not None:
+            done.record()
+        return Drawn(result, routes, done, self.count)
 
 
-def _parts(buffer: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    numbers = buffer[: 8 * NUMBERS * size].view(torch.float64).view(NUMBERS, size)
-    ids, places, past = buffer[8 * NUMBERS * size :].view(torch.int32).view(3, size)
-    return numbers, ids, places, past
+@torch.inference_mode()
+def stop_table(num_sets: int, vocab_size: int, device: torch.device) -> Tensor:
+    """Room for ``num_sets`` or more sets of stop tokens, all of them empty."""
+    rows = -(-max(1, num_sets) // STOP_SETS) * STOP_SETS
+    return torch.zeros(rows, vocab_size, dtype=torch.uint8, device=device)
 
 
 def bucket_of(count: int) -> int:

@@ -48,12 +48,16 @@ class Routes:
         return Routes(experts, known)
 
 
+def route_dtype(router: Router) -> torch.dtype:
+    """That of recorded experts: the smaller of those that `Routes` names which holds them all."""
+    return torch.uint8 if len(router.e_score_correction_bias) <= 1 << 8 else torch.int16
+
+
 class Recording:
     """The routes of forwards while it lasts."""
 
     def __init__(self, routers: Sequence[Router]) -> None:
-        small = len(routers[0].e_score_correction_bias) <= 1 << 8
-        self._dtype = torch.uint8 if small else torch.int16
+        self._dtype = route_dtype(routers[0])
         self._layers: list[list[torch.Tensor]] = []
         for router in routers:
             router.recorded = []

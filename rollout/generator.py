@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
@@ -13,37 +12,16 @@ import torch
 from torch import Tensor
 
 from ..policy import DecodeState, Policy
+from ..policy.decode import takes_steps
 from ..policy.images import Placed
 from .routes import RouteLog
-from .sampler import sample
+from .rows import ROW, Opening
+from .sampler import checked, sample
 from .sight import Sight
+from .states import Flight, Packed, Slots
 from .types import Completion, FinishReason, GeneratorCounters, SamplingParams
 
 PATIENCE = 8  # decode steps that a given piece may wait for others
-
-_ROW = np.dtype(
-    [
-        ("session", np.int64),
-        ("key", np.uint64),
-        ("position", np.int64),  # index in its trajectory of the token sampled next
-        ("todo", np.int64),  # known tokens that the state has not seen; 0 while waiting
-        ("last", np.int64),  # the newest known token
-        ("count", np.int64),  # tokens of this completion
-        ("budget", np.int64),
-        ("temperature", np.float64),
-        ("stop", np.int64),  # index into the table of stop sets
-        ("version", np.int64),  # of the weights that the state began with
-    ]
-)
-
-
-@dataclass(slots=True)
-class _Opening:
-    """Sequences that share a prompt and are still one row, named after the first session."""
-
-    prompt: np.ndarray
-    keys: Sequence[int]
-    sessions: list[int] = field(default_factory=list)
 
 
 class NativeGenerator:
@@ -76,17 +54,22 @@ class NativeGenerator:
         self._stop_table = np.zeros((0, policy.config.vocab_size), np.bool_)
         self._last_session = -1
         self._sight, self._routes = Sight(policy), RouteLog(policy, record_routes)
+        self._flight = None
         self.clear()
 
     def clear(self) -> None:
-        self._state: DecodeState | None = None
-        self._rows = np.zeros(0, _ROW)
+        if self._flight is not None:
+            self._flight.drop()
+        self._flight: Flight | None = None
+        slots = takes_steps(self.policy)
+        self._states = Slots(self.policy, self._routes.wanted) if slots else Packed(self.policy)
+        self._rows = np.zeros(0, ROW)
         self._row_of: dict[int, int] = {}
         self._ids: dict[int, list[np.ndarray]] = {}  # all tokens of a session
         self._sight.clear()
         self._routes.clear()
         self._pieces: dict[int, np.ndarray] = {}  # given tokens that the state has not seen
-        self._openings: dict[int, _Opening] = {}
+        self._openings: dict[int, Opening] = {}
         self._unplaced: list[np.ndarray] = []
         self._closed: list[int] = []
         self._num_asked = 0
@@ -108,6 +91,10 @@ class NativeGenerator:
             self._working.release()
 
     @property
+    def _state(self) -> DecodeState | None:
+        return self._states.state
+
+    @property
     def busy(self) -> bool:
         return self._num_asked > 0
 
@@ -125,12 +112,12 @@ class NativeGenerator:
             raise ValueError("open: a session needs a prompt token and a key")
         sessions = list(range(self._last_session + 1, self._last_session + 1 + len(keys)))
         self._last_session = sessions[-1]
-        row = np.zeros(1, _ROW)
+        row = np.zeros(1, ROW)
         row["session"], row["key"] = sessions[0], keys[0]
         row["position"] = len(prompt) if position is None else position
         row["version"] = self.version
         self._ask(row, 0, params, len(prompt), int(prompt[-1]))
-        opening = _Opening(np.asarray(prompt, np.int64), keys, sessions)
+        opening = Opening(np.asarray(prompt, np.int64), keys, sessions)
         self._openings[sessions[0]] = opening
         self._pieces[sessions[0]] = opening.prompt
         self._ids |= {session: [opening.prompt] for session in sessions}
@@ -171,12 +158,18 @@ class NativeGenerator:
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
         with self.exclusive():
+            if self._flight is not None:
+                return self._land(self._flight)
             self._place()
             if self._pieces:
                 self._renew()
             if self._num_asked == 0:
                 return []
             active, take = self._plan()
+            if isinstance(self._states, Slots) and self._only_sampled(active, take):
+                flight = self._states.fly(self._rows, active, self._stop_table, self.version)
+                self._flight = flight
+                return self._land(flight)
             logits = self._forward(active, take)
             self.counters.steps += 1
             rows = self._rows
@@ -210,12 +203,10 @@ class NativeGenerator:
             keep = np.delete(np.arange(len(self._rows)), self._closed)
             self._closed = []
             self._take_rows(keep)
-            assert self._state is not None
-            self._state = self._state.select(self._index(keep)) if len(keep) else None
+            self._states.keep(keep)
         if self._unplaced:
             fresh = np.concatenate(self._unplaced)
-            empty = self._empty(len(fresh))
-            self._state = empty if self._state is None else DecodeState.cat([self._state, empty])
+            self._states.add(len(fresh))
             self._take_rows(np.arange(len(self._rows)), fresh)
             self._unplaced = []
 
@@ -230,8 +221,7 @@ class NativeGenerator:
             ids = np.concatenate(self._ids[session])
             self._routes.renew(session)
             self.counters.renewed_tokens += len(ids) - int(rows["todo"][row])
-            assert self._state is not None
-            self._state.put(self._index(np.array([row])), self._empty(1))
+            self._states.renew(row)
             rows["todo"][row], rows["version"][row] = len(ids), self.version
             self._pieces[session] = ids
 
@@ -300,21 +290,12 @@ class NativeGenerator:
             cu_seqlens = cu_seqlens.to(self._device)
         mine = rows[active]
         with self._routes.reading(mine["session"], mine["position"] - mine["todo"], take):
-            if len(active) == len(rows):
-                out = self.policy(input_ids, cu_seqlens, self._state, last_only=True, **images)
-                self._state = out.state
-            else:
-                assert self._state is not None
-                index = self._index(active)
-                part = self._state.lend(index)
-                out = self.policy(input_ids, cu_seqlens, part, last_only=True, **images)
-                self._state.take_back(index, part)
-        return out.logits
+            return self._states.forward(active, take, input_ids, cu_seqlens, images)
 
     def _fork(self, active: np.ndarray, logits: Tensor) -> tuple[np.ndarray, Tensor]:
         """Give every sequence of a finished prompt a row of its own."""
         repeats = np.ones(len(self._rows), np.int64)
-        done: list[_Opening] = []
+        done: list[Opening] = []
         for row in active.tolist():
             opening = self._openings.pop(int(self._rows["session"][row]), None)
             if opening is not None:
@@ -323,8 +304,7 @@ class NativeGenerator:
         if repeats.max() == 1:
             return active, logits
         index = np.arange(len(repeats)).repeat(repeats)
-        assert self._state is not None
-        self._state = self._state.select(self._index(index))
+        self._states.repeat(index)
         self._take_rows(index)
         for opening in done:
             first = self._row_of[opening.sessions[0]] + 1 - len(opening.sessions)
@@ -339,10 +319,42 @@ class NativeGenerator:
         return np.flatnonzero(taking_part[index]), logits[self._index(expand)]
 
     def _sample(self, active: np.ndarray, logits: Tensor) -> list[tuple[int, Completion]]:
+        mine = self._rows[active]
+        drawn = sample(logits, mine["temperature"], mine["key"], mine["position"])
+        return self._record(active, *drawn, self.version)
+
+    def _only_sampled(self, active: np.ndarray, take: np.ndarray) -> bool:
+        """Whether each of these rows reads the token that was sampled last, and nothing else."""
+        given = self._pieces and any(int(s) in self._pieces for s in self._rows["session"][active])
+        return int(take.max()) == 1 and not given
+
+    def _land(self, flight: Flight) -> list[tuple[int, Completion]]:
+        """Take what a step drew, after the next one was started if nothing else is to be done."""
+        others = self._pieces or self._closed or self._unplaced
+        if not others and flight.goes_on():
+            flight.start(self.version)
+        active, drawn, routes, version = flight.land()
+        mine = self._rows[active]
+        tokens, logprobs = checked(drawn)
+        if routes is not None:
+            ones = np.ones(len(active), np.int64)
+            self._routes.add(mine["session"], mine["position"] - 1, ones, routes)
+        self.counters.steps += 1
+        out = self._record(active, tokens, logprobs, version)
+        flight.alive[flight.alive] = self._rows["todo"][active] != 0
+        if not flight.alive.any():
+            flight.drop()
+        if not flight.in_the_air:
+            self._flight = None
+        return out
+
+    def _record(
+        self, active: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, version: int
+    ) -> list[tuple[int, Completion]]:
+        """Note tokens that were sampled by weights of ``version``."""
         rows = self._rows
         whole = len(active) == len(rows)
         mine = rows if whole else rows[active]
-        tokens, logprobs = sample(logits, mine["temperature"], mine["key"], mine["position"])
         count = mine["count"]
         if count.max() == self._tokens.shape[1]:
             for name in ("_tokens", "_logprobs", "_versions"):
@@ -350,7 +362,7 @@ class NativeGenerator:
                 setattr(self, name, np.concatenate((old, np.empty_like(old)), axis=1))
         self._tokens[active, count] = tokens
         self._logprobs[active, count] = logprobs
-        self._versions[active, count] = self.version
+        self._versions[active, count] = version
         stopped = self._stop_table[mine["stop"], tokens]
         ended = stopped | (count + 1 >= mine["budget"])
         mine["last"], mine["todo"] = tokens, ~ended
@@ -359,7 +371,7 @@ class NativeGenerator:
         if not whole:
             rows[active] = mine
         self.counters.sampled_tokens += len(active)
-        self.counters.stale_tokens += int(np.count_nonzero(mine["version"] != self.version))
+        self.counters.stale_tokens += int(np.count_nonzero(mine["version"] != version))
         return self._completions(active, np.flatnonzero(ended), stopped)
 
     def _completions(
@@ -380,9 +392,6 @@ class NativeGenerator:
             self._ids[session].append(completion.token_ids)
             out.append((session, completion))
         return out
-
-    def _empty(self, num_sequences: int) -> DecodeState:
-        return DecodeState.empty(self.policy.config, num_sequences, device=self._device)
 
     def _index(self, index: np.ndarray) -> Tensor:
         return torch.from_numpy(index).to(self._device)

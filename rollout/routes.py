@@ -28,18 +28,24 @@ class RouteLog:
     """
 
     def __init__(self, policy: Policy, wanted: bool) -> None:
-        self._policy, self._wanted = policy, wanted
+        self._policy, self.wanted = policy, wanted
         self._sessions: dict[int, _Session] = {}
 
     @contextmanager
     def reading(self, sessions: np.ndarray, first: np.ndarray, count: np.ndarray) -> Iterator[None]:
         """Around the forward that reads ``count`` tokens of each session, from number ``first``."""
-        if not self._wanted:
+        if not self.wanted:
             yield
             return
         with self._policy.recorded_routes() as recording:
             yield
             rows = recording.take()
+        self.add(sessions, first, count, rows)
+
+    def add(
+        self, sessions: np.ndarray, first: np.ndarray, count: np.ndarray, rows: np.ndarray
+    ) -> None:
+        """Take ``rows [n, layers, k]`` of ``count`` tokens of each session, from ``first`` on."""
         start = 0
         places = zip(sessions.tolist(), first.tolist(), count.tolist(), strict=True)
         for session, begin, length in places:
@@ -51,7 +57,7 @@ class RouteLog:
 
     def take(self, session: int) -> np.ndarray | None:
         """Rows ``[n, layers, k]`` of all tokens read since the last call; None if off."""
-        if not self._wanted:
+        if not self.wanted:
             return None
         own = self._sessions[session]
         rows = np.concatenate(own.parts)
@@ -65,7 +71,7 @@ class RouteLog:
 
     def fork(self, sessions: Sequence[int]) -> None:
         """Let the others begin as the first."""
-        if self._wanted:
+        if self.wanted:
             parts = self._sessions[sessions[0]].parts
             self._sessions |= {session: _Session(0, list(parts)) for session in sessions[1:]}
 

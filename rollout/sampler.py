@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import RunFailed
+from ..policy.decode import draw_tokens
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -43,27 +44,35 @@ def sample(
     most likely token and reports its log-prob at temperature 1. Returns int64 [N], fp32 [N];
     raises RunFailed if a row's logits are not finite.
     """
-    wide = logits.double()
     heat = np.broadcast_to(np.asarray(temperature, np.float64), len(logits))
+    point = uniforms(keys, positions)
+    if logits.is_cuda:
+        given = torch.from_numpy(np.stack((heat, point))).to(logits.device)
+        return checked(draw_tokens(logits, *given).cpu().numpy())
+    wide = logits.double()
     greedy = heat == 0.0
     wide = wide - wide.amax(-1, keepdim=True)
     if (heat != 1.0).any():  # after the subtraction, so that no temperature is too low for it
-        wide = wide / torch.from_numpy(np.where(greedy, 1.0, heat)).to(wide.device)[:, None]
+        wide = wide / torch.from_numpy(np.where(greedy, 1.0, heat))[:, None]
     cdf = wide.exp().cumsum(-1)
     total = cdf[:, -1:]
-    point = torch.from_numpy(uniforms(keys, positions)).to(wide.device)[:, None] * total
+    point = torch.from_numpy(point)[:, None] * total
     tokens = torch.searchsorted(cdf, point, right=True).clamp_(max=logits.shape[-1] - 1)
     if greedy.any():
         tokens = torch.where(
-            torch.from_numpy(greedy).to(wide.device)[:, None], wide.argmax(-1, keepdim=True), tokens
+            torch.from_numpy(greedy)[:, None], wide.argmax(-1, keepdim=True), tokens
         )
     logprobs = wide.gather(-1, tokens) - total.log()
-    # One transfer for both: token ids are exact in fp64.
-    both = torch.cat((tokens.double(), logprobs), dim=-1).cpu().numpy()
-    if not np.isfinite(both).all():
-        row = int(np.flatnonzero(~np.isfinite(both).all(-1))[0])
+    return checked(torch.cat((tokens.double(), logprobs), dim=-1).numpy())
+
+
+def checked(drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens int64 [N] and log-probs fp32 [N] of fp64 [N, 2], where token ids are exact; RunFailed
+    if any is not finite."""
+    if not np.isfinite(drawn).all():
+        row = int(np.flatnonzero(~np.isfinite(drawn).all(-1))[0])
         raise RunFailed(
             f"rollout: logits of row {row} are not finite: the weights of this policy have grown "
             "too large; go on from an earlier checkpoint, with a lower lr"
         )
-    return both[:, 0].astype(np.int64), both[:, 1].astype(np.float32)
+    return drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32)

@@ -23,6 +23,7 @@ SCHEMAS = {
     "plan": schema.PlanConfig,
 }
 BENCHES = {
+    "decode": schema.DecodeBenchConfig,
     "grpo": schema.BenchConfig,
     "kda": schema.KdaBenchConfig,
     "parity": schema.ParityBenchConfig,

@@ -321,8 +321,8 @@ def decode_kda_(
     lower_bound: float | None = -5.0,
 ) -> torch.Tensor:
     """`decode_kda` with ``state [S, H, K, V]`` and ``tail [S, W - 1, C]`` changed in place, without
-    gradients: those of sequence n are row ``places[n]``, int [N]; its output ``[N, H * V]`` means
-    nothing where that is below 0.
+    gradients: those of sequence n are row ``places[n]``, int [N]; its output ``[N, H * V]`` is 0
+    where that is below 0.
 
     No row may be named twice. Where `decode_kda` is one kernel this is too, and does not wait for
     the GPU; ``state`` and ``tail`` must then be contiguous. ValueError names an argument that does
@@ -348,6 +348,8 @@ def decode_kda_(
                     rows, parameters, state, bound=lower_bound, eps=eps, places=places
                 )[0]
         used = (places >= 0).nonzero().flatten()
+        if not len(used):
+            return torch.zeros_like(gate)
         where = places[used].long()
         some = (x[used] for x in (z, beta, gate))
         found, state[where], tail[where] = decode_kda(

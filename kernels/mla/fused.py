@@ -15,7 +15,7 @@ from .gluon_mla import part_hopper_kernel
 from .triton_mla import append_kernel, merge_kernel, part_kernel
 
 PART, PARTS = 1024, 256  # tokens of a part, where that leaves at most PARTS of them
-MERGED = 8  # parts that are merged at once
+MERGED, COLUMNS = 8, 512  # parts that are merged at once, and columns of them
 # Two tiles of 64 tokens are all that shared memory holds: one on its way, while one is used.
 HOPPER_TOKENS, HOPPER_STAGES = 64, 2
 MOST_HEADS = 32  # for which a program of the kernel for Hopper has registers
@@ -38,11 +38,12 @@ def attend(
         with on_device_of(query):
             given = (query, shared, cache, places, lengths, partial, stats)
             sum_parts(given, scale / math.log(2), parts, takes_hopper(query, cache))
-            launch(merge_kernel)[(count * heads,)](
+            columns = min(COLUMNS, power_of_two(rank))
+            launch(merge_kernel)[(count * heads, -(-rank // columns))](
                 *(partial, stats, places, lengths, out, count, parts),
                 H=heads,
                 R=rank,
-                BR=power_of_two(rank),
+                BR=columns,
                 BS=MERGED,
                 PART=PART,
                 PARTS=PARTS,

@@ -23,7 +23,8 @@ def part_range(places, lengths, sequence, part, PART: gl.constexpr, PARTS: gl.co
     """Row of the cache, first token and end of a part; no token where there is none."""
     place = gl.load(places + sequence).to(gl.int32)
     length = gl.load(lengths + sequence).to(gl.int32)
-    share = PART * gl.maximum(1, (length + PART * PARTS - 1) // (PART * PARTS))
+    least = gl.where(length <= 32 * PART, 2 * PART, PART)
+    share = gl.maximum(least, (length + PART * PARTS - 1) // (PART * PARTS) * PART)
     start = part * share
     end = gl.minimum(start + share, length)
     return place, start, gl.where(place < 0, start, gl.maximum(end, start))

@@ -13,8 +13,10 @@ import triton.language as tl
 
 @triton.jit
 def part_of(length, PART: tl.constexpr, PARTS: tl.constexpr):
-    """Tokens of a part: ``PART``, or as many times that as leave at most ``PARTS`` parts."""
-    return PART * tl.maximum(1, (length + PART * PARTS - 1) // (PART * PARTS))
+    """Tokens of a part: ``PART``, or as many times that as leave at most ``PARTS`` parts. Short
+    sequences, of which there are many where time matters, have larger ones, which cost less."""
+    least = tl.where(length <= 32 * PART, 2 * PART, PART)
+    return tl.maximum(least, (length + PART * PARTS - 1) // (PART * PARTS) * PART)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -115,13 +117,14 @@ def merge_kernel(
     PART: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """All parts of one head of one sequence, ``BS`` at a time; grid (N * H), heads first. ``out [H,
-    N, R]``."""
+    """All parts of one head of one sequence, ``BS`` at a time; grid (N * H, R / BR), heads first.
+    ``out [H, N, R]``."""
     sequence, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     length = tl.load(lengths + sequence).to(tl.int32)
     length = tl.where(tl.load(places + sequence) < 0, 0, length)
     used = tl.cdiv(length, part_of(length, PART, PARTS))
-    every, rank, some = tl.arange(0, PARTS), tl.arange(0, BR), tl.arange(0, BS)
+    every, some = tl.arange(0, PARTS), tl.arange(0, BS)
+    rank = tl.program_id(1) * BR + tl.arange(0, BR)
     line = (sequence * parts + every) * H + head
     tops = tl.load(stats + line, mask=every < used, other=float("-inf"))
     totals = tl.load(stats + count.to(tl.int64) * parts * H + line, mask=every < used, other=0.0)

@@ -6,8 +6,10 @@ import torch
 
 from ..device import launch, on_device_of
 from .triton_draw import draw_kernel
+from .triton_step import advance_kernel, point_kernel
 
-COLUMNS, WARPS = 2048, 8
+COLUMNS, WARPS = 4096, 16
+ROWS = 128  # sequences of a program that only counts
 
 Tensor = torch.Tensor
 
@@ -30,3 +32,34 @@ def draw(logits: Tensor, temperature: Tensor, point: Tensor) -> Tensor:
                 num_warps=WARPS,
             )
     return out
+
+
+def points(keys: Tensor, position: Tensor) -> Tensor:
+    """`farhorizon.kernels.sampling.stream_points` on the GPU."""
+    out = torch.empty(len(keys), dtype=torch.float64, device=keys.device)
+    if len(keys):
+        with on_device_of(keys):
+            launch(point_kernel)[(-(-len(keys) // ROWS),)](
+                keys, position, out, len(keys), BLOCK=ROWS
+            )
+    return out
+
+
+def advance(
+    drawn: Tensor,
+    stops: Tensor,
+    ids: Tensor,
+    places: Tensor,
+    past: Tensor,
+    position: Tensor,
+    left: Tensor,
+    stop: Tensor,
+) -> None:
+    """`farhorizon.kernels.sampling.advance_` on the GPU."""
+    if len(drawn):
+        with on_device_of(drawn):
+            launch(advance_kernel)[(-(-len(drawn) // ROWS),)](
+                *(drawn, stops, ids, places, past, position, left, stop, len(drawn)),
+                V=stops.shape[1],
+                BLOCK=ROWS,
+            )

@@ -14,7 +14,7 @@ if not GPU:
 import triton.experimental.gluon  # noqa: E402, F401  # in the same mode: launches look into it
 
 from farhorizon.kernels.conv import naive_short_conv  # noqa: E402
-from farhorizon.kernels.kda import decode, decode_kda, naive_kda  # noqa: E402
+from farhorizon.kernels.kda import decode, decode_kda, decode_kda_, naive_kda  # noqa: E402
 from farhorizon.kernels.norm import naive_gated_norm  # noqa: E402
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -263,3 +263,44 @@ def test_a_shape_that_does_not_fit_is_named(name: str) -> None:
 def test_a_bound_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match="lower_bound must lie in"):
         public(draw(2), -6.0)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_in_place_it_changes_the_rows_that_are_named_and_no_other(kernel: bool) -> None:
+    """Of six rows three, in another order; one of four sequences has none."""
+    inputs = narrowed(draw(4), torch.float32)
+    kept, tails = torch.randn(6, HEADS, 16, 16).to(DEVICE), torch.randn(6, 3, HEADS * 48).to(DEVICE)
+    places = torch.tensor([4, -1, 0, 2], dtype=torch.int32, device=DEVICE)
+    used, where = [0, 2, 3], [4, 0, 2]
+    some = {
+        n: x if n in ("kernel", "weight", "A_log", "dt_bias") else x[used]
+        for n, x in inputs.items()
+    }
+    some |= {"state": kept[where], "tail": tails[where]}
+    out, state, tail = run(some) if kernel else public(some)
+    state_now, tail_now = kept.clone(), tails.clone()
+    if kernel:
+        rows = (*(inputs[name] for name in ("qkv", "z", "beta", "gate")), tail_now)
+        parameters = tuple(inputs[name] for name in ("kernel", "weight", "A_log", "dt_bias"))
+        found = decode.decode_step(
+            rows,
+            parameters,
+            state_now,
+            bound=-5.0,
+            eps=EPS,
+            places=places,  # type: ignore[arg-type]
+        )[0]
+    else:
+        given = inputs | {"state": state_now, "tail": tail_now}
+        found = decode_kda_(**given, eps=EPS, places=places)  # type: ignore[arg-type]
+    assert torch.equal(found[used], out) and not found[1].any()
+    kept[where], tails[where] = state, tail
+    assert torch.equal(state_now, kept) and torch.equal(tail_now, tails)
+
+
+def test_in_place_without_any_sequence_nothing_changes() -> None:
+    inputs = narrowed(draw(2), torch.float32)
+    before = inputs["state"].clone()
+    places = torch.full((2,), -1, dtype=torch.int32, device=DEVICE)
+    decode_kda_(**inputs, eps=EPS, places=places)  # type: ignore[arg-type]
+    assert torch.equal(inputs["state"], before)

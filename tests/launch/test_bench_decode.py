@@ -1,0 +1,92 @@
+"""bench decode: what it refuses, what it counts, and that its check sees what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from farhorizon.configs.errors import RunFailed, UserError
+from farhorizon.configs.load import override_config
+from farhorizon.configs.schema import DecodeBenchConfig
+from farhorizon.launch import decode_measure
+from farhorizon.launch.bench_decode import bench_decode, line
+from farhorizon.launch.decode_measure import Timed, check_steps, floor_bytes
+from farhorizon.launch.parity import random_policy
+from farhorizon.launch.plan import read_policy
+from farhorizon.launch.step_measure import small_config
+from farhorizon.policy import Policy
+
+SMALL = small_config(read_policy("1b")[0])
+
+
+@pytest.fixture
+def policy(monkeypatch: pytest.MonkeyPatch) -> Policy:
+    monkeypatch.setattr(decode_measure, "CHECKED_LENGTHS", (5, 33, 1))
+    return random_policy(SMALL, 0, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sequences=[]"], "sequences: name at least one number of them"),
+        (["sequences=[0]"], "sequences=[0] must be at least 1"),
+        (["context=0"], "context=0 must be at least 1"),
+    ],
+)
+def test_mistakes_are_one_line(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        bench_decode(override_config(DecodeBenchConfig(), overrides))
+    assert str(caught.value) == message
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(UserError, match="needs a GPU"):
+        bench_decode(DecodeBenchConfig())
+
+
+def test_the_measuring_part_needs_no_settings() -> None:
+    lacking = ["rich", "omegaconf", "ray", "deepspeed", "matplotlib"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({lacking}))"
+    code += "; import farhorizon.launch.bench_decode"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_bytes_by_hand() -> None:
+    """One more sequence: a latent of 576 numbers for each of 100 tokens in one layer, and in three
+    layers a state of 2 heads of 128 x 128 fp32 and 3 inputs of 768 channels there and back. One
+    sequence uses 2 of 8 experts, each 3 x 128 x 128 numbers in three of four layers."""
+    policy = random_policy(SMALL, 0, "cpu")
+    own = 100 * 576 * 2 + 3 * 2 * (2 * 128 * 128 * 4 + 3 * 768 * 2)
+    assert floor_bytes(policy, 9, 100) - floor_bytes(policy, 8, 100) == own
+    experts = 3 * 3 * 128 * 128 * 2
+    assert floor_bytes(policy, 2, 100) - floor_bytes(policy, 1, 100) == own + 2 * experts
+
+
+def test_steps_are_as_near_to_fp32_as_a_forward(policy: Policy) -> None:
+    found = check_steps(policy, 0)
+    assert 0 < found.steps < 0.01 and found.steps < 1.2 * found.forward
+
+
+def test_a_wrong_step_is_found(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = decode_measure.inputs
+
+    def others(ids, places, past, seed):
+        return right([id ^ 1 for id in ids], places, past, seed)
+
+    monkeypatch.setattr(decode_measure, "inputs", others)
+    with pytest.raises(RunFailed, match="nothing is measured"):
+        check_steps(policy, 0)
+
+
+def test_the_line_of_a_figure() -> None:
+    """8 GB at 4,000 GB/s are 2 ms, half of 4."""
+    found = Timed(256, 4096, 4.0, 5.12, 8_000_000_000, 0)
+    assert line(found, 4000.0) == (
+        "  256 x 4096 tokens    4.000 ms a step, 50.0% of copy, with the host    5.120 ms, "
+        "   50,000 tokens/s"
+    )
