@@ -260,6 +260,24 @@ class KdaBenchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoeBenchConfig:
+    """Router and experts on this GPU beside torch's grouped products and others."""
+
+    shapes: tuple[str, ...] = (  # TOKENSxWIDTHxINNERxEXPERTSxK
+        "32768x2048x768x128x8",
+        "65536x1024x512x896x16",
+        "32768x768x512x32x4",
+        "256x768x512x32x4",
+    )
+    router: tuple[str, ...] = ("32768x2048x128x8", "65536x7168x896x16")  # TOKENSxWIDTHxEXPERTSxK
+    activation: Literal["situ", "swiglu"] = "situ"
+    peers: tuple[str, ...] = ("torch",)  # and liger, for SwiGLU: it tunes itself for minutes
+    repeats: int = 20  # replays behind each median
+    seed: int = 0
+    output: str | None = None  # file that gets a JSON line for each side and shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepBenchConfig:
     """A training step on this GPU beside that of transformers, on what both have."""
 

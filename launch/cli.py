@@ -122,8 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "name",
         metavar="NAME",
-        help="grpo: an RL step beside TRL's; kda: kernels on a GPU; parity: log-probs beside "
-        "vLLM's; step: a training step on a GPU",
+        help="grpo: an RL step beside TRL's; kda, moe: kernels on a GPU; parity: log-probs "
+        "beside vLLM's; step: a training step on a GPU",
     )
     _add_overrides(command)
     command = commands.add_parser("plan", help="sizes of a policy, and what fits on given GPUs")
@@ -207,23 +207,27 @@ def _play(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    from ..configs import schema
     from ..configs.load import override_config
-    from ..configs.schema import BenchConfig, KdaBenchConfig, ParityBenchConfig, StepBenchConfig
 
     if arguments.name == "kda":
         from .bench_kda import bench_kda
 
-        return bench_kda(override_config(KdaBenchConfig(), arguments.overrides))
+        return bench_kda(override_config(schema.KdaBenchConfig(), arguments.overrides))
+    if arguments.name == "moe":
+        from .bench_moe import bench_moe
+
+        return bench_moe(override_config(schema.MoeBenchConfig(), arguments.overrides))
     if arguments.name == "parity":
         from .bench_parity import bench_parity
 
-        return bench_parity(override_config(ParityBenchConfig(), arguments.overrides))
+        return bench_parity(override_config(schema.ParityBenchConfig(), arguments.overrides))
     if arguments.name == "step":
         from .bench_step import bench_step
 
-        return bench_step(override_config(StepBenchConfig(), arguments.overrides))
+        return bench_step(override_config(schema.StepBenchConfig(), arguments.overrides))
     # Not from nothing: rollout and learner have defaults of their own here.
-    config = override_config(BenchConfig(), arguments.overrides)
+    config = override_config(schema.BenchConfig(), arguments.overrides)
     from .bench import bench
 
     return bench(arguments.name, config)
