@@ -8,23 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
 from ..configs.bounds import check_bounds
-from ..configs.errors import RunFailed, UserError
+from ..configs.errors import UserError
 from ..configs.schema import MoeBenchConfig
-from .measure import DENSE, CudaMeter, Meter, dense_speed, lines_to, versions
-from .moe_measure import (
+from .measure import (
+    DENSE,
+    CudaMeter,
     Measured,
+    Meter,
+    dense_speed,
+    lines_to,
+    origin,
+    sufficient_memory,
+)
+from .moe_measure import (
     RouterShape,
     Shape,
     measure,
     measure_router,
     operations,
     parse,
+    text_of,
 )
 from .moe_peers import SITU, Side, check_peers, find_sides
 
@@ -42,16 +50,10 @@ def bench_moe(config: MoeBenchConfig) -> int:
         raise UserError("nothing to measure: name shapes, or router shapes")
     if not torch.cuda.is_available():
         raise UserError("bench moe needs a GPU, and torch sees none")
-    origin = {
-        "benchmark": "moe",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "activation": config.activation,
-    }
+    told = origin("moe") | {"activation": config.activation}
     with lines_to(config.output) as write:
         sides = find_sides(config.peers)
-        run(CudaMeter(), sides, shapes, routers, config, lambda row: write(origin | {**row}))
+        run(CudaMeter(), sides, shapes, routers, config, lambda row: write(told | {**row}))
     return 0
 
 
@@ -67,22 +69,18 @@ def run(
     dense = dense_speed(meter, config.repeats)
     print(f"a bf16 product of {DENSE}^3: {dense / 1e12:.0f} TFLOP/s")
     bounds = SITU if config.activation == "situ" else None
-    shape: Sequence[int] = ()
-    try:
-        for shape in shapes:
-            print(f"experts {text(shape)}")
+    for shape in shapes:
+        print(f"experts {text_of(shape)}")
+        with sufficient_memory("moe", text_of(shape)):
             for found in measure(meter, sides, shape, bounds, config.repeats, config.seed):
                 take(tell(shape, found, dense))
-            meter.free()
-        for shape in routers:
-            print(f"router {text(shape)}")
+        meter.free()
+    for shape in routers:
+        print(f"router {text_of(shape)}")
+        with sufficient_memory("moe", text_of(shape)):
             for found in measure_router(meter, shape, config.repeats, config.seed):
                 print(f"  {found.name:<18} {found.forward_ms:9.4f} ms", flush=True)
-                take({"kind": "router", "shape": text(shape), **asdict(found)})
-    except torch.OutOfMemoryError:
-        raise RunFailed(
-            f"bench moe: memory does not suffice for {text(shape)}; lower its tokens, or peers=[]"
-        ) from None
+                take({"kind": "router", "shape": text_of(shape), **asdict(found)})
 
 
 def tell(shape: Shape, found: Measured, dense: float) -> dict[str, Any]:
@@ -99,8 +97,4 @@ def tell(shape: Shape, found: Measured, dense: float) -> dict[str, Any]:
     )
     shares = {"forward_share": forward / dense, "both_share": both / dense}
     figures = {"dense_flops": dense, "forward_flops": forward, "both_flops": both, **shares}
-    return {"kind": "experts", "shape": text(shape), **figures, **asdict(found)}
-
-
-def text(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
+    return {"kind": "experts", "shape": text_of(shape), **figures, **asdict(found)}

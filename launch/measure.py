@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from ..configs.errors import UserError
+from ..configs.errors import RunFailed, UserError
 from .files import json_line
 
 PACKAGES = ("farhorizon", "torch", "triton", "fla-core", "vllm", "liger-kernel")
@@ -111,6 +113,84 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """One implementation on given inputs: its forward pass alone, and with backward. ``captured``
+    says whether a CUDA graph can hold them."""
+
+    name: str
+    forward: Callable[[], object]
+    both: Callable[[], object]
+    captured: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Milliseconds, relative errors and GiB of one implementation."""
+
+    name: str
+    forward_ms: float
+    both_ms: float | None = None  # forward and backward
+    peak_gib: float | None = None  # of forward and backward, on top of the inputs
+    errors: dict[str, float] | None = None
+
+
+def take_turns(
+    meter: Meter, sides: Sequence[Passes], errors: Mapping[str, dict[str, float]], repeats: int
+) -> list[Measured]:
+    """Peaks, and medians over three rounds in alternating order, the forward pass without
+    autograd."""
+    peaks = {side.name: meter.growth(side.both) / 2**30 for side in sides}
+    turns: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
+    for order in (sides, sides[::-1], sides):
+        for side in order:
+            timed = meter.milliseconds if side.captured else meter.plain_milliseconds
+            with torch.no_grad():
+                alone = timed(side.forward, repeats)
+            turns[side.name].append((alone, timed(side.both, repeats)))
+    found: list[Measured] = []
+    for name, taken in turns.items():
+        alone, both = (statistics.median(times) for times in zip(*taken, strict=True))
+        found.append(Measured(name, alone, both, peaks[name], errors[name]))
+    return found
+
+
+def parse_shape(text: str, names: str, key: str) -> list[int]:
+    """The numbers of ``text``, one for each of ``names``; UserError names the setting."""
+    parts = text.split("x")
+    if len(parts) != len(names.split("x")) or not all(p.isdecimal() and int(p) for p in parts):
+        raise UserError(f"{key}: {text!r} is not {names}")
+    return [int(part) for part in parts]
+
+
+def judge(shape: str, found: Mapping[str, float], allowed: float) -> None:
+    """RunFailed if an error of ours is above ``allowed``; written so that a NaN fails."""
+    for name, error in found.items():
+        if not error < allowed:
+            raise RunFailed(f"{shape}: {name} is off by {error:.1e}, allowed {allowed:.0e}")
+
+
+@contextmanager
+def sufficient_memory(bench: str, shape: str) -> Iterator[None]:
+    """RunFailed, with a way out, where there is too little memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise RunFailed(
+            f"bench {bench}: memory does not suffice for {shape}; lower its tokens, or peers=[]"
+        ) from None
+
+
+def origin(bench: str) -> dict[str, Any]:
+    """What every line of an invocation has."""
+    return {
+        "benchmark": bench,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(),
+        "versions": versions(),
+    }
 
 
 def relative(found: Tensor, truth: Tensor) -> float:

@@ -6,10 +6,7 @@ of the inputs and weights at some tokens, gradients of one expert's matrices ove
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +14,7 @@ import torch.nn.functional as F
 
 from ..configs.errors import RunFailed, UserError
 from ..kernels.moe import Counts, QuantileHistogram, naive_router, router
-from .measure import Meter, relative
+from .measure import Measured, Meter, Passes, judge, parse_shape, relative, take_turns
 from .moe_peers import OURS, Bounds, Inputs, Side, activated
 
 CHECKED_TOKENS = 64
@@ -42,27 +39,16 @@ class RouterShape(NamedTuple):
     k: int
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Milliseconds, relative errors and GiB of one implementation, or of one form of the router."""
-
-    name: str
-    forward_ms: float
-    both_ms: float | None = None  # forward and backward
-    peak_gib: float | None = None  # of forward and backward, on top of the inputs
-    errors: dict[str, float] | None = None
-
-
 def parse(text: str, kind: type[Shape] | type[RouterShape], key: str) -> Any:
     """The numbers of a shape; UserError names the setting."""
-    parts = text.split("x")
-    if len(parts) != len(kind._fields) or not all(p.isdecimal() and int(p) for p in parts):
-        form = "x".join(name.upper() for name in kind._fields)
-        raise UserError(f"{key}: {text!r} is not {form}")
-    found = kind(*map(int, parts))
+    found = kind(*parse_shape(text, "x".join(name.upper() for name in kind._fields), key))
     if found.k > found.experts:
         raise UserError(f"{key}: {text!r} has fewer experts than k")
     return found
+
+
+def text_of(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def operations(shape: Shape) -> int:
@@ -132,14 +118,6 @@ def errors(side: Side, given: Inputs, bounds: Bounds, pull: Tensor) -> dict[str,
     return {name: relative(found[name], truth[name]) for name in truth}
 
 
-def judge(shape: Sequence[int], found: dict[str, float], allowed: float) -> None:
-    """RunFailed if an error of ours is above ``allowed``; written so that a NaN fails."""
-    for name, error in found.items():
-        if not error < allowed:
-            text = "x".join(map(str, shape))
-            raise RunFailed(f"{text}: {name} is off by {error:.1e}, allowed {allowed:.0e}")
-
-
 def measure(
     meter: Meter, sides: Sequence[Side], shape: Shape, bounds: Bounds, repeats: int, seed: int
 ) -> list[Measured]:
@@ -151,28 +129,16 @@ def measure(
     for side in sides:
         off[side.name] = errors(side, given, bounds, pull)
         meter.free()
-    judge(shape, off[OURS], ALLOWED)
+    judge(text_of(shape), off[OURS], ALLOWED)
     leaves = given.leaves()
 
-    def forward(side: Side) -> Tensor:
-        with torch.no_grad():
-            return side.call(given, bounds)
+    def passes(side: Side) -> Passes:
+        def both() -> object:
+            return torch.autograd.grad(side.call(leaves, bounds), leaves.trained(), pull)
 
-    def both(side: Side) -> object:
-        return torch.autograd.grad(side.call(leaves, bounds), leaves.trained(), pull)
+        return Passes(side.name, lambda: side.call(given, bounds), both, side.captured)
 
-    peaks = {side.name: meter.growth(partial(both, side)) / 2**30 for side in sides}
-    turns: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
-    for order in (sides, sides[::-1], sides):
-        for side in order:
-            timed = meter.milliseconds if side.captured else meter.plain_milliseconds
-            alone = timed(partial(forward, side), repeats)
-            turns[side.name].append((alone, timed(partial(both, side), repeats)))
-    found: list[Measured] = []
-    for name, taken in turns.items():
-        alone, with_backward = (statistics.median(times) for times in zip(*taken, strict=True))
-        found.append(Measured(name, alone, with_backward, peaks[name], off[name]))
-    return found
+    return take_turns(meter, [passes(side) for side in sides], off, repeats)
 
 
 def measure_router(meter: Meter, shape: RouterShape, repeats: int, seed: int) -> list[Measured]:
@@ -202,6 +168,6 @@ def measure_router(meter: Meter, shape: RouterShape, repeats: int, seed: int) ->
         off = relative(weights[part][same], true_weights[same])
         share = float(same.double().mean())
         if not share > SAME_ROUTES:
-            raise RunFailed(f"{'x'.join(map(str, shape))}: only {share:.2%} of routes are right")
-        judge(shape, {"weights": off}, ALLOWED_WEIGHT)
+            raise RunFailed(f"{text_of(shape)}: only {share:.2%} of routes are right")
+        judge(text_of(shape), {"weights": off}, ALLOWED_WEIGHT)
         return [Measured(name, meter.milliseconds(call, repeats)) for name, call in forms.items()]

@@ -18,9 +18,8 @@ from farhorizon.configs.schema import MoeBenchConfig
 from farhorizon.kernels.moe import naive_experts
 from farhorizon.launch import measure
 from farhorizon.launch.bench_moe import bench_moe, run, tell
-from farhorizon.launch.measure import lines_to
+from farhorizon.launch.measure import Measured, lines_to
 from farhorizon.launch.moe_measure import (
-    Measured,
     RouterShape,
     Shape,
     draw,
