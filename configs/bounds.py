@@ -148,6 +148,8 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "forward_only_from": _ONE,
     },
     schema.MoeBenchConfig: {"seed": _SEED, "repeats": _ONE},
+    schema.AttnResBenchConfig: {"seed": _SEED, "repeats": _ONE},
+    schema.LogprobBenchConfig: {"seed": _SEED, "repeats": _ONE},
     schema.StepBenchConfig: {"seed": _SEED, "steps": _ONE, "lengths": _Range(2)},
     schema.ParityBenchConfig: {"seed": _SEED, "lengths": _Range(2), "sampled": _ONE},
     schema.PlanConfig: {

@@ -46,7 +46,10 @@ PACKAGES = ("farhorizon", "torch", "ray", "deepspeed", "trl", "transformers")
 def bench(name: str, config: BenchConfig) -> int:
     """Run a benchmark by name and print its table; returns 0."""
     if name != "grpo":
-        raise UserError(f"bench {name}: no such benchmark; known: grpo, kda, moe, parity, step")
+        raise UserError(
+            f"bench {name}: no such benchmark; known: attnres, grpo, kda, logprob, moe, parity, "
+            "step"
+        )
     check_bounds(config)
     if config.learner.minibatches != 1:
         raise UserError("learner.minibatches must be 1: TRL's step is one optimizer step as well")

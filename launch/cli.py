@@ -122,8 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "name",
         metavar="NAME",
-        help="grpo: an RL step beside TRL's; kda, moe: kernels on a GPU; parity: log-probs "
-        "beside vLLM's; step: a training step on a GPU",
+        help="grpo: an RL step beside TRL's; attnres, kda, logprob, moe: kernels on a GPU; "
+        "parity: log-probs beside vLLM's; step: a training step on a GPU",
     )
     _add_overrides(command)
     command = commands.add_parser("plan", help="sizes of a policy, and what fits on given GPUs")
@@ -210,6 +210,14 @@ def _bench(arguments: argparse.Namespace) -> int:
     from ..configs import schema
     from ..configs.load import override_config
 
+    if arguments.name == "attnres":
+        from .bench_attnres import bench_attnres
+
+        return bench_attnres(override_config(schema.AttnResBenchConfig(), arguments.overrides))
+    if arguments.name == "logprob":
+        from .bench_logprob import bench_logprob
+
+        return bench_logprob(override_config(schema.LogprobBenchConfig(), arguments.overrides))
     if arguments.name == "kda":
         from .bench_kda import bench_kda
 

@@ -23,6 +23,7 @@ from .files import json_line
 
 PACKAGES = ("farhorizon", "torch", "triton", "fla-core", "vllm", "liger-kernel")
 DENSE = 8192
+COPIED = 2**30
 
 Tensor = torch.Tensor
 
@@ -197,13 +198,13 @@ def relative(found: Tensor, truth: Tensor) -> float:
     return float((found.double() - truth).norm() / truth.norm())
 
 
-def copy_speed(meter: Meter, repeats: int, size: int = 2**30) -> float:
-    """1e9 bytes per second, read and written, of a copy of ``size`` bytes on the device: by the
+def copy_speed(meter: Meter, repeats: int) -> float:
+    """1e9 bytes per second, read and written, of a copy of `COPIED` bytes on the device: by the
     driver or by a kernel that negates them, whichever is faster."""
-    source = torch.zeros(size // 4, device=meter.device)
+    source = torch.zeros(COPIED // 4, device=meter.device)
     target = torch.empty_like(source)
     copies = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
-    return 2 * size / min(meter.milliseconds(copy, repeats) for copy in copies) / 1e6
+    return 2 * COPIED / min(meter.milliseconds(copy, repeats) for copy in copies) / 1e6
 
 
 def dense_speed(meter: Meter, repeats: int) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +29,9 @@ from farhorizon.launch.moe_measure import (
 )
 from farhorizon.launch.moe_peers import OURS, SITU, Bounds, Inputs, Side, grouped_mm, ours
 
+from ..fakes import FakeMeter
+
 SMALL = Shape(tokens=12, width=16, inner=8, experts=4, k=2)
-
-
-class FakeMeter:
-    """The CPU, where every call takes two milliseconds."""
-
-    device = "cpu"
-
-    def wait(self) -> None:
-        pass
-
-    def free(self) -> None:
-        pass
-
-    def milliseconds(self, call: Callable[[], object], repeats: int) -> float:
-        call()
-        return 2.0
-
-    def plain_milliseconds(self, call: Callable[[], object], repeats: int) -> float:
-        return self.milliseconds(call, repeats)
-
-    def growth(self, call: Callable[[], object]) -> int:
-        call()
-        return 2**30
 
 
 @pytest.fixture(autouse=True)
