@@ -147,6 +147,9 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "heads": _ONE,
         "forward_only_from": _ONE,
     },
+    schema.MoeBenchConfig: {"seed": _SEED, "repeats": _ONE},
+    schema.AttnResBenchConfig: {"seed": _SEED, "repeats": _ONE},
+    schema.LogprobBenchConfig: {"seed": _SEED, "repeats": _ONE},
     schema.StepBenchConfig: {"seed": _SEED, "steps": _ONE, "lengths": _Range(2)},
     schema.DecodeBenchConfig: {
         "seed": _SEED,

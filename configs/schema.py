@@ -260,6 +260,50 @@ class KdaBenchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoeBenchConfig:
+    """Router and experts on this GPU beside torch's grouped products and others."""
+
+    shapes: tuple[str, ...] = (  # TOKENSxWIDTHxINNERxEXPERTSxK
+        "32768x2048x768x128x8",
+        "65536x1024x512x896x16",
+        "32768x768x512x32x4",
+        "256x768x512x32x4",
+    )
+    router: tuple[str, ...] = ("32768x2048x128x8", "65536x7168x896x16")  # TOKENSxWIDTHxEXPERTSxK
+    activation: Literal["situ", "swiglu"] = "situ"
+    peers: tuple[str, ...] = ("torch",)  # and liger, for SwiGLU: it tunes itself for minutes
+    repeats: int = 20  # replays behind each median
+    seed: int = 0
+    output: str | None = None  # file that gets a JSON line for each side and shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttnResBenchConfig:
+    """A site of the mixture over depth on this GPU beside that of flash-linear-attention."""
+
+    shapes: tuple[str, ...] = (  # TOKENSxHIDDENxSOURCES
+        "32768x1536x4",
+        "32768x2304x8",
+        "32768x7168x8",
+    )
+    peers: tuple[str, ...] = ("fla",)
+    repeats: int = 20  # replays behind each median
+    seed: int = 0
+    output: str | None = None  # file that gets a JSON line for each side and shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobBenchConfig:
+    """Log-probs of a vocabulary's head on this GPU beside those of TRL and Liger."""
+
+    shapes: tuple[str, ...] = ("8192x32768x1536", "8192x163840x2304")  # TOKENSxVOCABULARYxHIDDEN
+    peers: tuple[str, ...] = ("trl", "liger")
+    repeats: int = 20  # replays behind each median
+    seed: int = 0
+    output: str | None = None  # file that gets a JSON line for each side and shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepBenchConfig:
     """A training step on this GPU beside that of transformers, on what both have."""
 

@@ -43,10 +43,8 @@ MAX_LOG_RATIO = 1e-4  # nats between the sampler's and the learner's log-prob of
 PACKAGES = ("farhorizon", "torch", "ray", "deepspeed", "trl", "transformers")
 
 
-def bench(name: str, config: BenchConfig) -> int:
-    """Run a benchmark by name and print its table; returns 0."""
-    if name != "grpo":
-        raise UserError(f"bench {name}: no such benchmark; known: decode, grpo, kda, parity, step")
+def bench_grpo(config: BenchConfig) -> int:
+    """Print the table of both sides; returns 0."""
     check_bounds(config)
     if config.learner.minibatches != 1:
         raise UserError("learner.minibatches must be 1: TRL's step is one optimizer step as well")

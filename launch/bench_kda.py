@@ -19,10 +19,11 @@ from ..configs.bounds import check_bounds
 from ..configs.errors import RunFailed, UserError
 from ..configs.schema import KdaBenchConfig
 from .files import sole_user
-from .kda_measure import Bench, CudaMeter, copy_speed, versions
+from .kda_measure import Bench
 from .kda_peers import DECODERS, check_peers, find_sides
 from .kda_report import line, tables, write_report
 from .kda_rows import Row, append_rows, parse_shape
+from .measure import CudaMeter, copy_speed, versions
 
 
 def bench_kda(config: KdaBenchConfig) -> int:

@@ -8,10 +8,8 @@ theirs on the sizes that both have: `farhorizon.launch.step_peers` says which th
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +19,7 @@ from ..configs.errors import RunFailed, UserError
 from ..configs.schema import StepBenchConfig
 from ..policy import PolicyConfig
 from ..policy.memory import lack
-from .files import json_line
-from .kda_measure import versions
+from .measure import lines_to, versions
 from .step_measure import (
     ALLOWED_GRADIENT,
     Measured,
@@ -54,22 +51,7 @@ def bench_step(config: StepBenchConfig) -> int:
     from .plan import read_policy
 
     policy, _ = read_policy(config.policy)
-    with ExitStack() as stack:
-        file = None
-        if config.output is not None:
-            try:
-                Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(Path(config.output).open("a", encoding="utf-8"))
-            except OSError as error:
-                raise UserError(
-                    f"output {config.output}: cannot be written ({error.strerror})"
-                ) from None
-
-        def take(row: dict[str, Any]) -> None:
-            if file is not None:
-                file.write(json_line(row))
-                file.flush()
-
+    with lines_to(config.output) as take:
         run(policy, config, take)
     return 0
 

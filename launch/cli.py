@@ -122,8 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "name",
         metavar="NAME",
-        help="decode: decode steps on a GPU; grpo: an RL step beside TRL's; kda: kernels on a GPU; "
-        "parity: log-probs beside vLLM's; step: a training step on a GPU",
+        help="on a GPU attnres, decode, kda, logprob, moe, parity, step; on a CPU grpo",
     )
     _add_overrides(command)
     command = commands.add_parser("plan", help="sizes of a policy, and what fits on given GPUs")
@@ -207,36 +206,9 @@ def _play(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from ..configs.load import override_config
-    from ..configs.schema import (
-        BenchConfig,
-        DecodeBenchConfig,
-        KdaBenchConfig,
-        ParityBenchConfig,
-        StepBenchConfig,
-    )
+    from .benchmarks import run_benchmark
 
-    if arguments.name == "decode":
-        from .bench_decode import bench_decode
-
-        return bench_decode(override_config(DecodeBenchConfig(), arguments.overrides))
-    if arguments.name == "kda":
-        from .bench_kda import bench_kda
-
-        return bench_kda(override_config(KdaBenchConfig(), arguments.overrides))
-    if arguments.name == "parity":
-        from .bench_parity import bench_parity
-
-        return bench_parity(override_config(ParityBenchConfig(), arguments.overrides))
-    if arguments.name == "step":
-        from .bench_step import bench_step
-
-        return bench_step(override_config(StepBenchConfig(), arguments.overrides))
-    # Not from nothing: rollout and learner have defaults of their own here.
-    config = override_config(BenchConfig(), arguments.overrides)
-    from .bench import bench
-
-    return bench(arguments.name, config)
+    return run_benchmark(arguments.name, arguments.overrides)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

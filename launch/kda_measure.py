@@ -8,14 +8,12 @@ three rounds in alternating order.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,6 +21,7 @@ from ..configs.errors import RunFailed
 from ..kernels.kda import naive_kda
 from .kda_peers import FLA, FLAGS, WIDTH, Decoder, Inputs, Side, Tensor
 from .kda_rows import OURS, Row, shape_text
+from .measure import Meter, relative
 
 # The end of the sequence and the last heads are compared. Where tokens come before those, the
 # states they leave are gone after SETTLED tokens: log decays of 2.5 on average, below e^-100.
@@ -33,86 +32,6 @@ ALLOWED_OUT, ALLOWED_GRADIENT, ALLOWED_CLOSED_GATE, ALLOWED_STEP = 4e-3, 6e-3, 5
 RANDOM, CLOSED = "random", "near -5"  # the log decays, all of them in the second
 LEAVES = ("q", "k", "v", "g", "beta")
 ROTATION = 2**29  # bytes of states that decode steps walk through: many times an L2 cache
-PACKAGES = ("farhorizon", "torch", "triton", "fla-core", "vllm")
-
-
-class Meter(Protocol):
-    """The device, its clock and its memory."""
-
-    device: str
-
-    def wait(self) -> None:
-        """Until all that was started is done."""
-        ...
-
-    def free(self) -> None:
-        """Give back memory that no tensor uses."""
-        ...
-
-    def milliseconds(self, call: Callable[[], object], repeats: int) -> float:
-        """The median time of the call."""
-        ...
-
-    def growth(self, call: Callable[[], object]) -> int:
-        """The most bytes that the call has allocated at one time."""
-        ...
-
-
-class CudaMeter:
-    """The current GPU. Memory is that of a plain call, before and without any graph."""
-
-    device = "cuda"
-
-    def wait(self) -> None:
-        torch.cuda.synchronize()
-
-    def free(self) -> None:
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    def milliseconds(self, call: Callable[[], object], repeats: int) -> float:
-        """Of replays of a CUDA graph, which is gone afterwards with its memory."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                call()
-        self.wait()
-        self.free()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        times: list[float] = []
-        for _ in range(repeats + 3):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            self.wait()
-            times.append(start.elapsed_time(end))
-        graph.reset()
-        del graph
-        self.free()
-        return statistics.median(times[3:])
-
-    def growth(self, call: Callable[[], object]) -> int:
-        self.free()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        self.wait()
-        return torch.cuda.max_memory_allocated() - before
-
-
-def versions() -> dict[str, str]:
-    """Those of the packages that a figure depends on."""
-    found: dict[str, str] = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def draw(tokens: int, heads: int, seed: int, device: str, sequences: int = 1) -> Inputs:
@@ -308,10 +227,6 @@ def recurrence(inputs: Inputs, final: bool) -> tuple[Tensor, Tensor | None]:
     return naive_kda(**inputs, **FLAGS, output_final_state=final)
 
 
-def relative(found: Tensor, truth: Tensor) -> float:
-    return float((found.double() - truth).norm() / truth.norm())
-
-
 def judge(shape: str, inputs: str, errors: dict[str, float]) -> None:
     """RunFailed if an error of ours is above what is allowed; written so that a NaN fails."""
     for name, error in errors.items():
@@ -370,15 +285,6 @@ def compare_step(decoder: Decoder, inputs: Inputs, state: Tensor) -> dict[str, f
 def step_bytes(inputs: Inputs, state: Tensor) -> int:
     """What a step has to move: inputs and states read, outputs and new states written."""
     return sum(x.nbytes for x in inputs.values()) + inputs["v"].nbytes + 2 * state.nbytes
-
-
-def copy_speed(meter: Meter, repeats: int, size: int = 2**30) -> float:
-    """1e9 bytes per second, read and written, of a copy of ``size`` bytes on the device: by the
-    driver or by a kernel that negates them, whichever is faster."""
-    source = torch.zeros(size // 4, device=meter.device)
-    target = torch.empty_like(source)
-    copies = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
-    return 2 * size / min(meter.milliseconds(copy, repeats) for copy in copies) / 1e6
 
 
 def _steps(decoder: Decoder, inputs: Inputs, states: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

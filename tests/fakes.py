@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -294,3 +294,26 @@ class EvenEnv(MessageEnv):
 
 
 register("even-v0", EvenEnv)
+
+
+class FakeMeter:
+    """The CPU, where every call takes two milliseconds."""
+
+    device = "cpu"
+
+    def wait(self) -> None:
+        pass
+
+    def free(self) -> None:
+        pass
+
+    def milliseconds(self, call: Callable[[], object], repeats: int) -> float:
+        call()
+        return 2.0
+
+    def plain_milliseconds(self, call: Callable[[], object], repeats: int) -> float:
+        return self.milliseconds(call, repeats)
+
+    def growth(self, call: Callable[[], object]) -> int:
+        call()
+        return 2**30

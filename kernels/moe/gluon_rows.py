@@ -12,7 +12,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import PropagateNan
 
-from .gluon_tiles import HALF, STEP, WIDE, add_products, halves, open_stages, write
+from .gluon_tiles import (
+    HALF,
+    STEP,
+    WIDE,
+    add_products,
+    halves,
+    open_stages,
+    pass_over,
+    write,
+)
 
 LOG2E = gl.constexpr(1.4426950408889634)
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
@@ -84,10 +93,10 @@ def copy_tiles(
     MODE: gl.constexpr,
     TURNED: gl.constexpr,
     PARTS: gl.constexpr,
-    GATHER: gl.constexpr,
 ):
     """Fill the stages in turn with the factors of every tile of this program."""
     work: gl.constexpr = right.dtype
+    GATHER: gl.constexpr = MODE != PLAIN
     across = gl.cdiv(N, WIDE if MODE == GLU else BN)
     whole = left._reinterpret(
         work,
@@ -169,7 +178,6 @@ def multiply_tiles(
     MODE: gl.constexpr,
     TURNED: gl.constexpr,
     PARTS: gl.constexpr,
-    GATHER: gl.constexpr,
     SAVE: gl.constexpr,
     BOUND: gl.constexpr,
     UP_BOUND: gl.constexpr,
@@ -177,56 +185,80 @@ def multiply_tiles(
     """Half ``PART`` of the rows of every tile of this program."""
     across = gl.cdiv(N, WIDE if MODE == GLU else BN)
     steps = gl.cdiv(K, STEP) * PARTS
-    count = 0
+    count, read = 0, 0
     FIRST: gl.constexpr = PART * ROOM
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    for tile in range(gl.program_id(0), used * across, gl.num_programs(0)):
+    last = used * across
+    ahead = gl.load(source + gl.program_id(0) // across * (2 * HALF) + PART * HALF)
+    for tile in range(gl.program_id(0), last, gl.num_programs(0)):
         row, column = tile // across * (2 * HALF) + PART * HALF, tile % across
-        if MODE == GRADIENT:
-            at = column * WIDE
-            gate_tile, up_tile = tiles.index(FIRST), tiles.index(FIRST + 1)
-            bar = seen.index(PART)
-            tma.store_wait(0)
-            mbarrier.expect(bar, 2 * HALF * WIDE * 2)
-            tma.async_copy_global_to_shared(before_desc, [row, at], bar, gate_tile)
-            tma.async_copy_global_to_shared(before_desc, [row, N + at], bar, up_tile)
-        total, count = add_products(
-            left, right, ready, free, count, steps, PART, STAGES, BN, False, TURNED, GATHER
-        )
-        if MODE == PLAIN:
-            one, other = halves(total)
-            write(out_desc, row, column * BN, one, tiles, FIRST, 0, ROOM)
-            write(out_desc, row, column * BN + WIDE, other, tiles, FIRST, 1, ROOM)
-        elif MODE == GLU:
-            gate, up = halves(total)
-            at = column * WIDE
-            tma.store_wait(0)  # an odd number of tiles goes out
-            if SAVE:
-                write(before_desc, row, at, gate, tiles, FIRST, 0, ROOM)
-                write(before_desc, row, N + at, up, tiles, FIRST, 1, ROOM)
-            inner = activated(gate, up, BOUND, UP_BOUND)
-            write(out_desc, row, at, inner, tiles, FIRST, 0, ROOM)
+        some = ahead >= 0  # an expert's rows come first: else the half is empty
+        after = tile + gl.num_programs(0)
+        place = source + after // across * (2 * HALF) + PART * HALF
+        ahead = gl.load(place, mask=after < last, other=-1)
+        if some:
+            if MODE == GRADIENT:
+                at = column * WIDE
+                gate_tile, up_tile = tiles.index(FIRST), tiles.index(FIRST + 1)
+                bar = seen.index(PART)
+                tma.store_wait(0)
+                mbarrier.expect(bar, 2 * HALF * WIDE * 2)
+                tma.async_copy_global_to_shared(before_desc, [row, at], bar, gate_tile)
+                tma.async_copy_global_to_shared(before_desc, [row, N + at], bar, up_tile)
+            total, count = add_products(
+                left,
+                right,
+                ready,
+                free,
+                count,
+                steps,
+                PART,
+                STAGES,
+                BN,
+                False,
+                TURNED,
+                MODE != PLAIN,
+            )
+            if MODE == PLAIN:
+                if BN == WIDE:
+                    write(out_desc, row, column * BN, total, tiles, FIRST, 0, 1)
+                else:
+                    one, other = halves(total)
+                    write(out_desc, row, column * BN, one, tiles, FIRST, 0, ROOM)
+                    write(out_desc, row, column * BN + WIDE, other, tiles, FIRST, 1, ROOM)
+            elif MODE == GLU:
+                gate, up = halves(total)
+                at = column * WIDE
+                tma.store_wait(0)  # an odd number of tiles goes out
+                if SAVE:
+                    write(before_desc, row, at, gate, tiles, FIRST, 0, ROOM)
+                    write(before_desc, row, N + at, up, tiles, FIRST, 1, ROOM)
+                inner = activated(gate, up, BOUND, UP_BOUND)
+                write(out_desc, row, at, inner, tiles, FIRST, 0, ROOM)
+            else:
+                mbarrier.wait(bar, read & 1)
+                read += 1
+                line = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+                route = gl.load(source + line)
+                weight = gl.load(weights + gl.maximum(route, 0)).to(gl.float32)
+                real = (route >= 0)[:, None]
+                gate = gate_tile.load(layout).to(gl.float32)
+                up = up_tile.load(layout).to(gl.float32)
+                inner, d_gate, d_up = slopes(gate, up, BOUND, UP_BOUND)
+                along = gl.sum(total * inner, 1)
+                gl.store(partial + gl.maximum(route, 0) * across + column, along, mask=route >= 0)
+                total = gl.where(real, total * weight[:, None], 0.0)
+                inner_tile = tiles.index(FIRST + 2)
+                gate_tile.store((total * d_gate).to(gate_tile.dtype))
+                up_tile.store((total * d_up).to(gate_tile.dtype))
+                inner = gl.where(real, inner * weight[:, None], 0.0)
+                inner_tile.store(inner.to(gate_tile.dtype))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(grad_desc, [row, at], gate_tile)
+                tma.async_copy_shared_to_global(grad_desc, [row, N + at], up_tile)
+                tma.async_copy_shared_to_global(out_desc, [row, at], inner_tile)
         else:
-            mbarrier.wait(bar, tile // gl.num_programs(0) & 1)
-            line = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
-            route = gl.load(source + line)
-            weight = gl.load(weights + gl.maximum(route, 0)).to(gl.float32)
-            real = (route >= 0)[:, None]
-            gate = gate_tile.load(layout).to(gl.float32)
-            up = up_tile.load(layout).to(gl.float32)
-            inner, d_gate, d_up = slopes(gate, up, BOUND, UP_BOUND)
-            along = gl.sum(total * inner, 1)
-            gl.store(partial + gl.maximum(route, 0) * across + column, along, mask=route >= 0)
-            total = gl.where(real, total * weight[:, None], 0.0)
-            inner_tile = tiles.index(FIRST + 2)
-            gate_tile.store((total * d_gate).to(gate_tile.dtype))
-            up_tile.store((total * d_up).to(gate_tile.dtype))
-            inner = gl.where(real, inner * weight[:, None], 0.0)
-            inner_tile.store(inner.to(gate_tile.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(grad_desc, [row, at], gate_tile)
-            tma.async_copy_shared_to_global(grad_desc, [row, N + at], up_tile)
-            tma.async_copy_shared_to_global(out_desc, [row, at], inner_tile)
+            count = pass_over(ready, free, count, steps, STAGES)
     tma.store_wait(0)
 
 
@@ -255,7 +287,6 @@ def rows_hopper_kernel(
     MODE: gl.constexpr,
     TURNED: gl.constexpr,
     PARTS: gl.constexpr,
-    GATHER: gl.constexpr,
     SAVE: gl.constexpr,
     BOUND: gl.constexpr,
     UP_BOUND: gl.constexpr,
@@ -264,7 +295,7 @@ def rows_hopper_kernel(
     """Products of all tiles of rows with their experts' weights, in one of three modes."""
     work: gl.constexpr = first_desc.dtype
     right_shape: gl.constexpr = [BN, STEP] if TURNED else [STEP, BN]
-    left, right, ready, free = open_stages([HALF, STEP], right_shape, work, STAGES, GATHER)
+    left, right, ready, free = open_stages([HALF, STEP], right_shape, work, STAGES, MODE != PLAIN)
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, WIDE], work)
     tiles = gl.allocate_shared_memory(work, [2 * ROOM, HALF, WIDE], tile_layout)
     seen = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -276,17 +307,17 @@ def rows_hopper_kernel(
         [
             (multiply_tiles, (
                 left, right, ready, free, tiles, seen, out_desc, before_desc, grad_desc, source,
-                weights, partial, used, N, K, 0, STAGES, ROOM, BN, MODE, TURNED, PARTS, GATHER,
-                SAVE, BOUND, UP_BOUND,
+                weights, partial, used, N, K, 0, STAGES, ROOM, BN, MODE, TURNED, PARTS, SAVE,
+                BOUND, UP_BOUND,
             )),
             (multiply_tiles, (
                 left, right, ready, free, tiles, seen, out_desc, before_desc, grad_desc, source,
-                weights, partial, used, N, K, 1, STAGES, ROOM, BN, MODE, TURNED, PARTS, GATHER,
-                SAVE, BOUND, UP_BOUND,
+                weights, partial, used, N, K, 1, STAGES, ROOM, BN, MODE, TURNED, PARTS, SAVE,
+                BOUND, UP_BOUND,
             )),
             (copy_tiles, (
                 rows_desc, x, x_stride, token, (first_desc, second_desc), left, right, ready, free,
-                tile_expert, used, N, K, STAGES, BN, MODE, TURNED, PARTS, GATHER,
+                tile_expert, used, N, K, STAGES, BN, MODE, TURNED, PARTS,
             )),
         ],
         [4, 4],

@@ -66,6 +66,17 @@ def add_products(left, right, ready, free, count, steps, PART: gl.constexpr, STA
 
 
 @gluon.jit
+def pass_over(ready, free, count, steps, STAGES: gl.constexpr):
+    """Give back ``steps`` stages that only the other half reads; the new ``count``."""
+    for _ in range(steps):
+        stage = count % STAGES
+        mbarrier.wait(ready.index(stage), (count // STAGES) & 1)
+        mbarrier.arrive(free.index(stage), count=1)
+        count += 1
+    return count
+
+
+@gluon.jit
 def halves(x):
     """The halves ``[64, 128]`` of the columns of ``x [64, 256]``; registers only change names."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])

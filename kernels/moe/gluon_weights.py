@@ -40,7 +40,6 @@ def copy_steps(
     N,
     STAGES: gl.constexpr,
     LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
 ):
     """Fill the stages in turn with the rows of every tile of this program."""
     work: gl.constexpr = left.dtype
@@ -50,12 +49,12 @@ def copy_steps(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     line = gl.arange(0, STEP, layout=gl.SliceLayout(1, layout))
     place = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-    BYTES: gl.constexpr = ((0 if LEFT else 2 * HALF) + (0 if RIGHT else COLUMNS)) * STEP * 2
+    BYTES: gl.constexpr = (COLUMNS if LEFT else 2 * HALF) * STEP * 2
     count = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
         _, row, column, first, steps = place_of(tile, starts, sizes, M, N)
         taken = gl.full([STEP], -1, gl.int32, gl.SliceLayout(1, layout))
-        if (LEFT or RIGHT) and steps > 0:
+        if steps > 0:
             taken = gl.load(token + first + line)
         for step in range(steps):
             stage = count % STAGES
@@ -63,7 +62,7 @@ def copy_steps(
             source = x + gl.maximum(taken, 0).to(gl.int64)[:, None] * x_stride
             source += (row if LEFT else column) + place[None, :]
             real = (taken >= 0)[:, None]
-            if (LEFT or RIGHT) and step + 1 < steps:
+            if step + 1 < steps:
                 taken = gl.load(token + first + (step + 1) * STEP + line)
             mbarrier.wait(free.index(stage), ((count // STAGES) & 1) ^ 1)
             mbarrier.expect(bar, BYTES)
@@ -74,21 +73,18 @@ def copy_steps(
                     async_copy.async_copy_global_to_shared(
                         left.index(2 * stage + part), source + part * HALF, mask
                     )
+                tma.async_copy_global_to_shared(right_desc, [at, column], bar, right.index(stage))
             else:
                 tma.async_copy_global_to_shared(left_desc, [at, row], bar, left.index(2 * stage))
                 tma.async_copy_global_to_shared(
                     left_desc, [at, row + HALF], bar, left.index(2 * stage + 1)
                 )
-            if RIGHT:
                 for part in gl.static_range(COLUMNS // HALF):
                     mask = real & (column + part * HALF + place < N)[None, :]
                     async_copy.async_copy_global_to_shared(
                         squares.index(COLUMNS // HALF * stage + part), source + part * HALF, mask
                     )
-            else:
-                tma.async_copy_global_to_shared(right_desc, [at, column], bar, right.index(stage))
-            if LEFT or RIGHT:
-                async_copy.mbarrier_arrive(bar, increment_count=False)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
             count += 1
 
 
@@ -110,14 +106,13 @@ def multiply_steps(
     PART: gl.constexpr,
     STAGES: gl.constexpr,
     ROOM: gl.constexpr,
-    GATHERED: gl.constexpr,
 ):
     """Half ``PART`` of the rows of every tile of this program."""
     count = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, row, column, _, steps = place_of(tile, starts, sizes, M, N)
         found, count = add_products(
-            left, right, ready, free, count, steps, PART, STAGES, COLUMNS, True, False, GATHERED
+            left, right, ready, free, count, steps, PART, STAGES, COLUMNS, True, False, True
         )
         one, other = halves(found)
         # of several parts below each other in the products, each is a matrix of its own
@@ -145,15 +140,13 @@ def weights_hopper_kernel(
     STAGES: gl.constexpr,
     ROOM: gl.constexpr,
     LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """``left^T right`` over the rows of each expert, ``[M, N]``; of the ``PARTS`` of its rows each
-    is a matrix ``[E, M / PARTS, N]`` of its own. With ``LEFT`` or ``RIGHT`` the rows of that factor
-    are ``token`` of ``x``."""
+    is a matrix ``[E, M / PARTS, N]`` of its own. Rows of the factor on the right, or with ``LEFT``
+    of the other, are ``token`` of ``x``."""
     work: gl.constexpr = out_desc.dtype
-    GATHERED: gl.constexpr = LEFT or RIGHT
-    left, right, ready, free = open_stages([STEP, HALF], [STEP, COLUMNS], work, STAGES, GATHERED)
+    left, right, ready, free = open_stages([STEP, HALF], [STEP, COLUMNS], work, STAGES, True)
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, WIDE], work)
     tiles = gl.allocate_shared_memory(work, [2 * ROOM, HALF, WIDE], tile_layout)
     fence_async_shared()
@@ -162,15 +155,15 @@ def weights_hopper_kernel(
         [
             (multiply_steps, (
                 left, right, ready, free, tiles, out_desc, starts, sizes, total, experts, M, N,
-                PARTS, 0, STAGES, ROOM, GATHERED,
+                PARTS, 0, STAGES, ROOM,
             )),
             (multiply_steps, (
                 left, right, ready, free, tiles, out_desc, starts, sizes, total, experts, M, N,
-                PARTS, 1, STAGES, ROOM, GATHERED,
+                PARTS, 1, STAGES, ROOM,
             )),
             (copy_steps, (
                 left_desc, right_desc, x, x_stride, token, left, right, ready, free, starts, sizes,
-                total, M, N, STAGES, LEFT, RIGHT,
+                total, M, N, STAGES, LEFT,
             )),
         ],
         [4, 4],

@@ -8,7 +8,7 @@ the same bits in any company.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDe
 from ..device import is_hopper, launch, on_device_of, processors
 from .gluon_rows import rows_hopper_kernel
 from .gluon_weights import weights_hopper_kernel
+from .layout import TILE, Layout, layout_of
 from .triton_experts import (
     combine_kernel,
     gate_up_kernel,
@@ -25,77 +26,26 @@ from .triton_experts import (
     rows_kernel,
     weights_kernel,
 )
-from .triton_layout import place_kernel, rank_kernel, start_kernel, sum_kernel, tile_kernel
 
-TILE = 128  # rows of a tile, all of one expert
-COUNT_BLOCK, COUNT_PIECE = 256, 16  # routes that are ranked together, and compared at once
 COMBINE_BLOCK = 1024  # columns of a program
 PLAIN_TILE = (128, 64, 64)  # columns of a tile that is summed alone, or in pairs, and terms at once
 UNIT = 128  # the kernels for Hopper want widths in these
-MODES = {"plain": 0, "glu": 1, "gradient": 2}
-# Columns of a tile, stages, tiles on their way out, registers of a multiplying thread.
+MODES = {"out": 0, "pair": 0, "kept": 1, "inner": 1, "gradient": 2}
+# Columns of a tile, stages, and tiles on their way out of each half; measured on an H200 with 128
+# and with 896 experts. Three results, or matrices whose tiles lie across, want room for another
+# tile on its way out more than a fourth stage.
 HOPPER = {
-    "glu": (256, 3, 2, 216),
-    "plain": (256, 4, 1, 216),
-    "gradient": (128, 4, 3, 216),
-    "weights": (256, 4, 1, 208),
+    "kept": (256, 3, 2),  # gate and up, which the backward pass needs, and the activation
+    "inner": (256, 4, 1),  # the activation alone
+    "out": (256, 4, 1),
+    "pair": (256, 3, 2),  # two matrices one after the other: the gradient of the inputs
+    "gradient": (128, 4, 3),  # of gate and up
+    "left": (256, 4, 1),  # the gradient of w2
+    "right": (256, 3, 2),  # and those of w1 and w3
 }
-
+ROW_REGISTERS, WEIGHT_REGISTERS = 216, 208  # of a multiplying thread
 Tensor = torch.Tensor
 Bounds = tuple[float, float] | None
-
-
-class Layout(NamedTuple):
-    """Rows in the order of their experts; those of an expert fill whole tiles.
-
-    ``place [T k]`` is the row of a route; ``source`` and ``token``, ``[rows]``, are the route of a
-    row and its token, -1 where it holds nothing; ``starts [E + 1]`` and ``sizes [E]`` are an
-    expert's first row and number of routes, ``tile_expert`` is the expert of a tile, E behind the
-    last.
-    """
-
-    place: Tensor
-    source: Tensor
-    token: Tensor
-    starts: Tensor
-    sizes: Tensor
-    tile_expert: Tensor
-
-
-def layout_of(experts: Tensor, num_experts: int) -> Layout:
-    """The rows of ``experts [T, k]``, contiguous int64, at least one."""
-    routes, k = experts.numel(), experts.shape[1]
-    blocks = -(-routes // COUNT_BLOCK)
-    tiles = (routes + min(num_experts, routes) * (TILE - 1)) // TILE
-
-    def whole(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=experts.device)
-
-    rank, place, sizes, starts = (whole(n) for n in (routes, routes, num_experts, num_experts + 1))
-    table = whole(num_experts, blocks).zero_()
-    source, token = whole(2, tiles * TILE).fill_(-1)
-    tile_expert = whole(tiles)
-    with on_device_of(experts):
-        launch(rank_kernel)[(blocks,)](
-            *(experts, rank, table, routes, blocks), BLOCK=COUNT_BLOCK, PIECE=COUNT_PIECE
-        )
-        launch(sum_kernel)[(num_experts,)](table, sizes, blocks, BLOCK=1024)
-        launch(start_kernel)[(1,)](
-            *(sizes, starts), E=num_experts, EP=1 << (num_experts - 1).bit_length(), TILE=TILE
-        )
-        launch(place_kernel)[(blocks,)](
-            *(experts, rank, table, starts, place, source, token, routes, blocks),
-            K=k,
-            BLOCK=COUNT_BLOCK,
-        )
-        launch(tile_kernel)[(-(-tiles // 128),)](
-            *(starts, tile_expert, tiles),
-            E=num_experts,
-            STEPS=num_experts.bit_length(),
-            TILE=TILE,
-            BLOCK=128,
-        )
-    return Layout(place, source, token, starts, sizes, tile_expert)
 
 
 def takes_hopper(x: Tensor, inner: int) -> bool:
@@ -119,7 +69,6 @@ def shared(x: Tensor, rows: int, columns: int) -> SharedDescriptor:
 def rows_on_hopper(
     mode: str,
     left: Tensor,
-    token: Tensor | None,
     matrices: tuple[Tensor, Tensor],
     turned: bool,
     layout: Layout,
@@ -128,17 +77,17 @@ def rows_on_hopper(
     grad: tuple[Tensor, Tensor, Tensor] | None = None,
     bounds: Bounds = None,
 ) -> None:
-    """A product of rows: those of ``left``, or where ``token`` is given the ones that it names."""
-    columns, stages, room, registers = HOPPER[mode]
+    """A product of the rows of ``left``, which are those of tokens unless it is plain."""
+    columns, stages, room = HOPPER[mode]
+    plain, glu = MODES[mode] == 0, MODES[mode] == 1
     n, terms = matrices[0].shape[1:] if turned else matrices[0].shape[:0:-1]
-    parts = 1 if mode != "plain" or matrices[0] is matrices[1] else 2
     d_before, weights, partial = grad or (None, None, None)
-    box = (columns if mode == "plain" else 128, 64) if turned else (64, columns)
-    across = -(-n // (128 if mode == "glu" else columns))
+    box = (128 if glu else columns, 64) if turned else (64, columns)
+    across = -(-n // (128 if glu else columns))
     tiles = len(layout.tile_expert) * across
     launch(rows_hopper_kernel)[(min(tiles, processors(left.device)),)](
-        None if token is not None else shared(left, TILE, 64),
-        *(left, left.stride(0), token),
+        shared(left, TILE, 64) if plain else None,
+        *(left, left.stride(0), layout.token),
         *(shared(w, *box) for w in matrices),
         *(None if x is None else shared(x, 64, 128) for x in (out, before, d_before)),
         *(layout.source, weights, partial, layout.tile_expert, layout.starts),
@@ -150,19 +99,17 @@ def rows_on_hopper(
         ROOM=room,
         MODE=MODES[mode],
         TURNED=turned,
-        PARTS=parts,
-        GATHER=token is not None,
+        PARTS=2 if mode == "pair" else 1,
         SAVE=before is not None,
         BOUND=bounds and bounds[0],
         UP_BOUND=bounds and bounds[1],
-        REGISTERS=registers,
+        REGISTERS=ROW_REGISTERS,
         num_warps=4,
     )
 
 
 def gate_up(
     x: Tensor,
-    token: Tensor | None,
     w1: Tensor,
     w3: Tensor,
     before: Tensor | None,
@@ -173,11 +120,12 @@ def gate_up(
     """``inner [rows, I]``, and ``before [rows, 2 I]`` if wanted, of the tokens ``x [T, D]``."""
     num_experts, width, terms = w1.shape
     if takes_hopper(x, width):
-        rows_on_hopper("glu", x, token, (w1, w3), True, layout, inner, before, None, bounds)
+        mode = "inner" if before is None else "kept"
+        rows_on_hopper(mode, x, (w1, w3), True, layout, inner, before, None, bounds)
         return
     _, columns, step = PLAIN_TILE
     launch(gate_up_kernel)[(len(layout.tile_expert) * -(-width // columns),)](
-        *(x, x.stride(0), token, w1, w3, before, inner, layout.tile_expert),
+        *(x, x.stride(0), layout.token, w1, w3, before, inner, layout.tile_expert),
         E=num_experts,
         I=width,
         D=terms,
@@ -195,9 +143,10 @@ def product(
     left: Tensor, matrices: tuple[Tensor, Tensor], turned: bool, out: Tensor, layout: Layout
 ) -> None:
     """``out [rows, N]`` as `rows_kernel` has it; two parts if there are two matrices."""
-    inner = matrices[0].shape[2 if turned else 1]
+    inner, parts = matrices[0].shape[2 if turned else 1], 1 if matrices[0] is matrices[1] else 2
     if takes_hopper(out, inner):
-        rows_on_hopper("plain", left, None, matrices, turned, layout, out)
+        mode = "out" if parts == 1 else "pair"
+        rows_on_hopper(mode, left, matrices, turned, layout, out)
         return
     columns, _, step = PLAIN_TILE
     launch(rows_kernel)[(len(layout.tile_expert) * -(-out.shape[1] // columns),)](
@@ -205,7 +154,7 @@ def product(
         E=len(matrices[0]),
         N=out.shape[1],
         K=inner,
-        PARTS=1 if matrices[0] is matrices[1] else 2,
+        PARTS=parts,
         TURNED=turned,
         BM=TILE,
         BN=columns,
@@ -216,7 +165,6 @@ def product(
 
 def inner_grad(
     d_out: Tensor,
-    token: Tensor | None,
     w2: Tensor,
     before: Tensor,
     weights: Tensor,
@@ -232,12 +180,10 @@ def inner_grad(
     partial = weights.new_empty(*weights.shape, -(-width // columns), dtype=torch.float32)
     if hopper:
         grad = (d_before, weights, partial)
-        rows_on_hopper(
-            "gradient", d_out, token, (w2, w2), False, layout, inner, before, grad, bounds
-        )
+        rows_on_hopper("gradient", d_out, (w2, w2), False, layout, inner, before, grad, bounds)
     else:
         launch(inner_grad_kernel)[(len(layout.tile_expert) * partial.shape[2],)](
-            *(d_out, d_out.stride(0), token, w2, before, d_before, inner),
+            *(d_out, d_out.stride(0), layout.token, w2, before, d_before, inner),
             *(layout.source, weights, partial, layout.tile_expert),
             E=num_experts,
             I=width,
@@ -257,14 +203,14 @@ def weight_grad(left: Tensor, right: Tensor, gathered: str, out: Tensor, layout:
     or "right", has the rows of tokens."""
     parts, num_experts, height, n = out.shape
     m = parts * height
-    x = left if gathered == "left" else right
-    sides = {"LEFT": gathered == "left", "RIGHT": gathered == "right"}
+    on_left = gathered == "left"
+    x = left if on_left else right
     if is_hopper(x.device) and height % UNIT == 0 and n % UNIT == 0:
-        columns, stages, room, registers = HOPPER["weights"]
+        columns, stages, room = HOPPER[gathered]
         tiles = num_experts * (m // TILE) * -(-n // columns)
         launch(weights_hopper_kernel)[(min(tiles, processors(x.device)),)](
-            None if sides["LEFT"] else shared(left, 64, 64),
-            None if sides["RIGHT"] else shared(right, 64, columns),
+            None if on_left else shared(left, 64, 64),
+            shared(right, 64, columns) if on_left else None,
             *(x, x.stride(0), layout.token, shared(out, 64, 128)),
             *(layout.starts, layout.sizes, num_experts),
             M=m,
@@ -272,8 +218,8 @@ def weight_grad(left: Tensor, right: Tensor, gathered: str, out: Tensor, layout:
             PARTS=parts,
             STAGES=stages,
             ROOM=room,
-            **sides,
-            REGISTERS=registers,
+            LEFT=on_left,
+            REGISTERS=WEIGHT_REGISTERS,
             num_warps=4,
         )
         return
@@ -288,7 +234,7 @@ def weight_grad(left: Tensor, right: Tensor, gathered: str, out: Tensor, layout:
         BM=rows,
         BN=columns,
         BK=step,
-        **sides,
+        LEFT=on_left,
         num_warps=8,
     )
 
@@ -338,7 +284,7 @@ class GroupedExperts(torch.autograd.Function):
         before = x.new_empty(rows, 2 * width) if save else None
         inner, routed = x.new_empty(rows, width), x.new_empty(rows, x.shape[1])
         with on_device_of(x):
-            gate_up(x, layout.token, w1, w3, before, inner, layout, bounds)
+            gate_up(x, w1, w3, before, inner, layout, bounds)
             product(inner, (w2, w2), True, routed, layout)
             combine(routed, weights, experts.shape[1], layout, out)
         if save:
@@ -360,9 +306,7 @@ class GroupedExperts(torch.autograd.Function):
         of_x, of_w1, of_w2, of_w3, _, of_weights, *_ = ctx.needs_input_grad
         dx = d_w1 = d_w2 = d_w3 = None
         with on_device_of(x):
-            d_before, inner, d_weights = inner_grad(
-                d_out, layout.token, w2, before, weights, layout, ctx.bounds
-            )
+            d_before, inner, d_weights = inner_grad(d_out, w2, before, weights, layout, ctx.bounds)
             if of_w2:
                 d_w2 = torch.empty_like(w2)
                 weight_grad(d_out, inner, "left", d_w2[None], layout)

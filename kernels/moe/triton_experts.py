@@ -167,10 +167,10 @@ def inner_grad_kernel(
 def weights_kernel(
     left, left_stride, right, right_stride, token, out, starts, sizes, E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
+    BK: tl.constexpr, LEFT: tl.constexpr
 ):  # fmt: skip
-    """``left^T right`` over the rows of each expert into ``out [PARTS, E, M / PARTS, N]``. With
-    ``LEFT`` or ``RIGHT`` the rows of that factor are those of ``token``."""
+    """``left^T right`` over the rows of each expert into ``out [PARTS, E, M / PARTS, N]``. Rows of
+    the factor on the right, or with ``LEFT`` of the other, are those of ``token``."""
     across: tl.constexpr = (N + BN - 1) // BN
     down: tl.constexpr = (M + BM - 1) // BM
     expert = tl.program_id(0) // (down * across)
@@ -189,7 +189,7 @@ def weights_kernel(
             other=0.0,
         )
         b = tl.load(
-            right + (taken if RIGHT else row)[:, None] * right_stride + n[None, :],
+            right + (row if LEFT else taken)[:, None] * right_stride + n[None, :],
             mask=here[:, None] & (n < N)[None, :],
             other=0.0,
         )

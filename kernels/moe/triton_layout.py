@@ -19,16 +19,17 @@ def rank_kernel(experts, rank, table, routes, blocks, BLOCK: tl.constexpr, PIECE
     left = routes - first
     own = tl.load(experts + first + i, mask=i < left, other=-1).to(tl.int32)
     before = tl.zeros([BLOCK], tl.int32)
-    behind = tl.zeros([BLOCK], tl.int32)
+    count = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(0, BLOCK, PIECE):
         j = start + tl.arange(0, PIECE)
         other = tl.load(experts + first + j, mask=j < left, other=-2).to(tl.int32)
-        same = own[:, None] == other[None, :]
-        before += tl.sum((same & (j[None, :] < i[:, None])).to(tl.int32), 1)
-        behind += tl.sum((same & (j[None, :] > i[:, None])).to(tl.int32), 1)
+        # a thread has routes of its own along the last axis and adds up without its neighbours
+        same = other[:, None] == own[None, :]
+        before += tl.sum((same & (j[:, None] < i[None, :])).to(tl.int32), 0)
+        count += tl.sum(same.to(tl.int32), 0)
     tl.store(rank + first + i, before, mask=i < left)
     place = own.to(tl.int64) * blocks + tl.program_id(0)
-    tl.store(table + place, before + 1, mask=(i < left) & (behind == 0))
+    tl.store(table + place, count, mask=(i < left) & (before == 0))
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -89,3 +90,43 @@ def tile_kernel(
         low = tl.where(searching & below, middle + 1, low)
         high = tl.where(searching & ~below, middle, high)
     tl.store(tile_expert + tile, low, mask=tile < tiles)
+
+
+@triton.jit(do_not_specialize=["routes", "tiles"])
+def few_kernel(
+    experts, sizes, starts, place, source, token, tile_expert, routes, tiles, E: tl.constexpr,
+    EP: tl.constexpr, K: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """All that the other kernels find, of at most ``MOST`` routes; grid (E).
+
+    Every program counts all routes, so that none waits for another, and writes the rows of its
+    expert and a share of those behind the last.
+    """
+    mine = tl.program_id(0)
+    route = tl.arange(0, MOST)
+    inside = route < routes
+    expert = tl.load(experts + route, mask=inside, other=0).to(tl.int32)
+    size = tl.histogram(expert, EP, mask=inside)
+    i = tl.arange(0, EP)
+    room = (size + (TILE - 1)) // TILE * TILE
+    start = tl.sum(tl.where(i < mine, room, 0), 0)
+    end = start + tl.sum(tl.where(i == mine, room, 0), 0)
+    total = tl.sum(room, 0)
+    tl.store(sizes + i, size, mask=i == mine)
+    tl.store(starts + mine, start)
+    tl.store(starts + E, total)
+    own = inside & (expert == mine)
+    row = start + tl.cumsum(own.to(tl.int32), 0) - 1
+    tl.store(place + route, row, mask=own)
+    tl.store(source + row, route, mask=own)
+    tl.store(token + row, route // K, mask=own)
+    full = route < (end - start) // TILE
+    tl.store(tile_expert + start // TILE + route, mine + 0 * route, mask=full)
+    line = tl.arange(0, TILE)
+    empty = start + tl.sum(own.to(tl.int32), 0) + line
+    tl.store(source + empty, -1 + 0 * line, mask=empty < end)
+    tl.store(token + empty, -1 + 0 * line, mask=empty < end)
+    for tile in range(total // TILE + mine, tiles, E):
+        tl.store(source + tile * TILE + line, -1 + 0 * line)
+        tl.store(token + tile * TILE + line, -1 + 0 * line)
+        tl.store(tile_expert + tile, E)

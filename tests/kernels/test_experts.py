@@ -12,8 +12,9 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, below
 import triton.experimental.gluon  # noqa: E402, F401  # in the same mode: launches look into it
 
-from farhorizon.kernels.moe import grouped, naive_experts  # noqa: E402
-from farhorizon.kernels.moe.grouped import GroupedExperts, layout_of  # noqa: E402
+from farhorizon.kernels.moe import grouped, layout, naive_experts  # noqa: E402
+from farhorizon.kernels.moe.grouped import GroupedExperts  # noqa: E402
+from farhorizon.kernels.moe.layout import layout_of  # noqa: E402
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -24,12 +25,20 @@ DEVICE = "cuda" if GPU else "cpu"
 def small(loops: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that a few tokens fill several."""
     torch.manual_seed(0)
-    monkeypatch.setattr(grouped, "TILE", 16)
-    monkeypatch.setattr(grouped, "COUNT_BLOCK", 16)
+    for module in (grouped, layout):
+        monkeypatch.setattr(module, "TILE", 16)
+    monkeypatch.setattr(layout, "COUNT_BLOCK", 16)
     monkeypatch.setattr(grouped, "PLAIN_TILE", (32, 16, 16))
     monkeypatch.setattr(grouped, "COMBINE_BLOCK", 16)
 
 
+@pytest.fixture(params=["one launch", "blocks"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "blocks":
+        monkeypatch.setattr(layout, "FEW_ROUTES", 0)
+
+
+@pytest.mark.usefixtures("way")
 def test_rows_are_sorted_and_fill_tiles() -> None:
     """Two tokens of expert 2, one of 0 and 3 each: a tile for each of the three, and room for one
     more; expert 1 has none."""
@@ -44,6 +53,7 @@ def test_rows_are_sorted_and_fill_tiles() -> None:
     assert found.token.tolist() == [rows[i] // 2 if i in rows else -1 for i in range(64)]
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("tokens", "count", "k"), [(1, 1, 1), (40, 3, 2), (33, 100, 5)])
 def test_the_sort_is_stable(tokens: int, count: int, k: int) -> None:
     experts = torch.randint(count, (tokens, k), device=DEVICE)
@@ -82,6 +92,15 @@ def test_the_kernels_equal_the_definition(
     for got, expected in zip(results, truths, strict=True):
         off, size = (got.cpu() - expected).detach(), expected.detach()
         assert float(off.norm()) < close * float(size.norm())
+
+
+def test_both_ways_find_the_same_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 300 routes one launch takes the second of its sizes; expert 7 has none."""
+    experts = torch.randint(7, (100, 3), device=DEVICE)
+    few = layout_of(experts, 8)
+    monkeypatch.setattr(layout, "FEW_ROUTES", 0)
+    for one, other in zip(few, layout_of(experts, 8), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_no_token_has_gradients_of_zero() -> None:

@@ -57,6 +57,9 @@ class FakeMeter:
         self.calls.append(who)
         return self.took.get(who, 2.0)
 
+    def plain_milliseconds(self, call: Callable[[], object], repeats: int) -> float:
+        return self.milliseconds(call, repeats)
+
     def growth(self, call: Callable[[], object]) -> int:
         call()
         return 2**30

@@ -22,7 +22,7 @@ from farhorizon.configs.schema import (
     TrainConfig,
 )
 from farhorizon.launch import checkpoints
-from farhorizon.launch.bench import bench
+from farhorizon.launch.bench import bench_grpo
 from farhorizon.launch.checkpoints import RunState
 from farhorizon.launch.evaluate import evaluate
 from farhorizon.launch.prepare import find_checkpoint, prepare
@@ -291,7 +291,7 @@ def test_every_command_looks_at_its_output_before_it_works(
         elif command == "eval":
             evaluate(config.policy, ["env.id=echo-v0", f"output={output}"])
         else:
-            bench("grpo", BenchConfig(output=output))
+            bench_grpo(BenchConfig(output=output))
 
 
 def test_resume_needs_no_starting_checkpoint(config: TrainConfig, tmp_path: Path) -> None:
