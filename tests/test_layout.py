@@ -34,7 +34,8 @@ OWNERS = {
     "omegaconf": {"configs/load.py"},
     "yaml": {"configs/load.py"},
     "vllm": {"rollout/vllm.py"},
-    "trl": {"rl/", "launch/bench_trl.py"},
+    "trl": {"rl/", "launch/bench_trl.py", "launch/bench_logprob.py"},
+    "liger_kernel": {"launch/"},
     "matplotlib": {"launch/"},
     "rich": {"launch/"},
     "tensorboard": {"launch/"},
@@ -167,7 +168,12 @@ def test_what_is_imported_is_a_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["vllm"], *extras["bench"]]
-    modules = {"pyyaml": "yaml", "pillow": "PIL", "flash-linear-attention": "fla"}
+    modules = {
+        "pyyaml": "yaml",
+        "pillow": "PIL",
+        "flash-linear-attention": "fla",
+        "liger-kernel": "liger_kernel",
+    }
     names = (re.split(r"[><=;]", text)[0] for text in wanted)
     declared = {modules.get(name, name) for name in names}
     used = {m.split(".")[0] for path in sources() for m, ours in imports(path) if not ours}
