@@ -20,7 +20,7 @@ from ..policy.decode import takes_steps
 from ..policy.memory import lack
 from .decode_measure import Timed, check_steps, time_steps
 from .files import json_line
-from .kda_measure import CudaMeter, copy_speed, versions
+from .measure import CudaMeter, copy_speed, versions
 from .parity import random_policy
 from .step_measure import free
 

@@ -27,7 +27,7 @@ from ..configs.schema import ParityBenchConfig
 from ..policy import Policy, PolicyConfig
 from ..policy.checkpoint import load_policy, save_policy
 from ..rollout.vllm import Served, serve
-from .kda_measure import versions
+from .measure import versions
 from .parity import (
     MISTAKES,
     Agreement,
