@@ -75,7 +75,7 @@ def blocked_gradients(
             slopes[0] += found.sum(0)
             slopes[1] += by_head(f.z, given).mul_(found).sum(0)
         d_state.index_copy_(0, group.order[: len(state) // heads], state.view(-1, *shape[1:]))
-    if options.sigmoid:  # a beta that rounds to 0 has no gradient
+    if options.sigmoid:  # a beta whose square rounds to 0 has no gradient
         beta = given.beta
         d_beta.mul_(beta - 1).div_(beta.clamp(min=torch.finfo(beta.dtype).tiny))
     place = given.plan.place

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 CHUNK = 16  # 16 steps of the bound -5 span e^80, which fp32 still holds
-HALF = 40.0  # shared by the factors of a product: small gradients of either stay in range too
+HALF = 2.0**58  # about e^40: shared by the factors of a product, so that gradients stay in range
 LOWEST = -1e30  # for a log decay of -inf: nothing is left of a state either way
 
 
@@ -94,6 +94,21 @@ class _Collect(torch.autograd.Function):
         return _spread(grads[0], ctx.table, ctx.size), None
 
 
+class _Exp(torch.autograd.Function):
+    """e^x times a power of two; a product of three would have a gradient out of range inside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        out = x.exp().mul_(factor)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (out,) = ctx.saved_tensors
+        return grads[0] * out, None
+
+
 def _spread(rows: torch.Tensor, table: ChunkTable, size: int) -> torch.Tensor:
     if table.source is not None:
         return rows.index_select(0, table.source)
@@ -131,8 +146,8 @@ def chunk_kda_torch(
     grown = decay.exp()
     k_in, q_in = kc * grown, qc * grown
     if bounded:
-        rise, shrunk = (decay + HALF).exp(), kc * (-HALF - decay).exp()
-        k_out = shrunk * (total + HALF).exp()
+        rise, shrunk = _Exp.apply(decay, HALF), kc * _Exp.apply(-decay, 1 / HALF)
+        k_out = shrunk * rise[:, -1:]
         lower, reads = (torch.bmm(x * rise, shrunk.transpose(1, 2)) for x in (kc, qc))
     else:
         # Sums of what lies between j and i, not differences of sums: those keep no digit of a slow
