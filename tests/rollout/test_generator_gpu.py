@@ -64,6 +64,11 @@ def test_completions_are_those_of_the_policy_and_repeat() -> None:
     assert every.mean() < MEAN and every.max() < WORST
 
 
+def steps_in(generator: NativeGenerator) -> object:
+    assert isinstance(generator._states, Slots)
+    return generator._states._steps
+
+
 def greedy(generator: NativeGenerator) -> list[int]:
     params = SamplingParams(temperature=0.0, max_tokens=12)
     (session,) = generator.open(np.arange(20, 80), [1], params)
@@ -78,15 +83,15 @@ def test_graphs_see_weights_that_change_and_those_that_move() -> None:
     policy, other = (random_policy(CONFIG, seed, "cuda") for seed in (0, 1))
     generator = NativeGenerator(policy)
     old = greedy(generator)
-    steps = generator._states._steps
+    steps = steps_in(generator)
     with generator.exclusive(), torch.no_grad():
         for name, tensor in policy.state_dict().items():
             tensor.copy_(other.state_dict()[name])
         generator.version += 1
     new = greedy(generator)
-    assert generator._states._steps is steps
+    assert steps_in(generator) is steps
     assert new == greedy(NativeGenerator(other)) != old
     policy.lm_head.weight.data = policy.lm_head.weight.data.clone()
     generator.version += 1
     assert greedy(generator) == new
-    assert generator._states._steps is not steps
+    assert steps_in(generator) is not steps

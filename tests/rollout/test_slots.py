@@ -38,6 +38,11 @@ def build(policy: Policy, slots: bool, monkeypatch: pytest.MonkeyPatch) -> Nativ
     return NativeGenerator(policy, prefill_tokens=40, record_routes=True)
 
 
+def steps_in(generator: NativeGenerator) -> object:
+    assert isinstance(generator._states, states.Slots)
+    return generator._states._steps
+
+
 def converse(generator: NativeGenerator) -> dict[tuple[int, int], Completion]:
     """Three turns of thirteen sequences, with replies of many lengths, none among them; what is
     sampled at each turn."""
@@ -98,7 +103,7 @@ def test_a_step_in_the_air_belongs_to_the_weights_that_made_it(
     generator.open(np.arange(4, 12), [5], SamplingParams(max_tokens=6))
     for _ in range(2):
         generator.step()
-    before = generator._states._steps
+    before = steps_in(generator)
     with generator.exclusive(), torch.no_grad():
         for tensor in other.state_dict().values():
             tensor.mul_(1.05)
@@ -106,7 +111,7 @@ def test_a_step_in_the_air_belongs_to_the_weights_that_made_it(
     done = [c for _ in range(4) for c in generator.step()]
     assert done[0][1].versions.tolist() == [0, 0, 0, 1, 1, 1]
     assert generator.counters.stale_tokens == 3
-    assert generator._states._steps is before  # weights that stay where they are
+    assert steps_in(generator) is before  # weights that stay where they are
 
 
 def test_steps_are_made_anew_for_weights_that_were_moved(
@@ -123,7 +128,7 @@ def test_steps_are_made_anew_for_weights_that_were_moved(
         done = [c for _ in range(6) for c in generator.step()]
         generator.close(session)
         tokens.append(done[0][1].token_ids.tolist())
-        used.append(generator._states._steps)
+        used.append(steps_in(generator))
         if len(used) == 2:
             other.lm_head.weight.data = other.lm_head.weight.clone()
         generator.version += 1
