@@ -12,7 +12,7 @@ from ..configs.load import override_config
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """``function`` of ``module`` takes the settings and returns an exit code; ``text`` says in a few
+    """``function`` of ``module`` takes the settings and returns an exit code; ``text`` says in few
     words what it compares."""
 
     module: str
@@ -53,8 +53,3 @@ def run_benchmark(name: str, overrides: list[str]) -> int:
     # Not from nothing: settings of a benchmark may have defaults of their own.
     config = override_config(found.settings(), overrides)
     return getattr(import_module(f".{found.module}", __package__), found.function)(config)
-
-
-def described() -> str:
-    """Every name with what it compares, for the command line's help."""
-    return "; ".join(f"{name}: {found.text}" for name, found in sorted(BENCHMARKS.items()))
