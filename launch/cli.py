@@ -208,7 +208,15 @@ def _play(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     from ..configs.load import override_config
-    from ..configs.schema import BenchConfig, KdaBenchConfig, ParityBenchConfig
+    from ..configs.schema import (
+        BenchConfig,
+        KdaBenchConfig,
+        LearningBenchConfig,
+        OverlapBenchConfig,
+        ParityBenchConfig,
+        RoutingBenchConfig,
+        ThresholdBenchConfig,
+    )
 
     if arguments.name == "kda":
         from .bench_kda import bench_kda
@@ -218,6 +226,22 @@ def _bench(arguments: argparse.Namespace) -> int:
         from .bench_parity import bench_parity
 
         return bench_parity(override_config(ParityBenchConfig(), arguments.overrides))
+    if arguments.name == "routing":
+        from .bench_routing import bench_routing
+
+        return bench_routing(override_config(RoutingBenchConfig(), arguments.overrides))
+    if arguments.name == "learning":
+        from .bench_learning import bench_learning
+
+        return bench_learning(override_config(LearningBenchConfig(), arguments.overrides))
+    if arguments.name == "thresholds":
+        from .bench_thresholds import bench_thresholds
+
+        return bench_thresholds(override_config(ThresholdBenchConfig(), arguments.overrides))
+    if arguments.name == "overlap":
+        from .bench_learning import bench_overlap
+
+        return bench_overlap(override_config(OverlapBenchConfig(), arguments.overrides))
     # Not from nothing: rollout and learner have defaults of their own here.
     config = override_config(BenchConfig(), arguments.overrides)
     from .bench import bench
