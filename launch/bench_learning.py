@@ -30,7 +30,10 @@ from .train import train
 
 POINTS = "points.jsonl"
 # Several optimizer steps per rollout: with one no ratio leaves 1, and most losses are the same.
-LEARNING = ("learner.minibatches=4", "save_every=1000")
+LEARNING = (
+    *("learner.minibatches=4", "groups_per_step=8", "save_every=1000"),
+    *("learner.ranks=1", "rollout.actors=1"),  # one after the other: a run takes one core
+)
 # A learner and a sampler of a core each, and pages that take their time, as a slow tool would.
 OVERLAP = ("learner.ranks=1", "rollout.actors=1", "save_every=1000")
 
