@@ -160,7 +160,9 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "groups": _ONE,
         "group_size": _Range(2),
         "minibatches": _ONE,
+        "lag": _ONE,
         "lr": _POSITIVE,
+        "entropy": _Range(0, _MOST),
         "seed": _SEED,
     },
     schema.RoutingBenchConfig: {

@@ -289,7 +289,7 @@ class OverlapBenchConfig:
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = 12
     staleness: int = 4  # max_staleness of the asynchronous runs
-    delay: float = 0.2  # seconds that a page takes to come
+    delay: float = 0.05  # seconds that a page takes to come, as a slow tool would
     correction: tuple[str, ...] = ("algorithm.correction=token_truncate",)  # of asynchronous runs
     train: tuple[str, ...] = ()
     output: str = "runs/overlap"
@@ -304,8 +304,10 @@ class ThresholdBenchConfig:
     steps: int = 200
     groups: int = 4  # of a step
     group_size: int = 8
-    minibatches: int = 2
+    minibatches: int = 1
+    lag: int = 4  # steps that are sampled with the same weights: the last is lag - 1 versions old
     lr: float = 5e-4
+    entropy: float = 0.01  # without, a solved task would leave nothing to learn, and no drift
     seed: int = 0
     train: tuple[str, ...] = ()  # more settings of `farhorizon train` that count here
     output: str = "runs/thresholds"

@@ -40,13 +40,14 @@ from .cluster import check_gpus, cluster
 from .prepare import check_unused, check_writable
 
 MAX_LOG_RATIO = 1e-4  # nats between the sampler's and the learner's log-prob of any token
+KNOWN = ("grpo", "kda", "parity", "learning", "overlap", "thresholds", "routing")
 PACKAGES = ("farhorizon", "torch", "ray", "deepspeed", "trl", "transformers")
 
 
 def bench(name: str, config: BenchConfig) -> int:
     """Run a benchmark by name and print its table; returns 0."""
     if name != "grpo":
-        raise UserError(f"bench {name}: no such benchmark; known: grpo, kda, parity")
+        raise UserError(f"bench {name}: no such benchmark; known: {', '.join(KNOWN)}")
     check_bounds(config)
     if config.learner.minibatches != 1:
         raise UserError("learner.minibatches must be 1: TRL's step is one optimizer step as well")

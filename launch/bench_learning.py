@@ -34,8 +34,12 @@ LEARNING = (
     *("learner.minibatches=4", "groups_per_step=8", "save_every=1000"),
     *("learner.ranks=1", "rollout.actors=1"),  # one after the other: a run takes one core
 )
-# A learner and a sampler of a core each, and pages that take their time, as a slow tool would.
-OVERLAP = ("learner.ranks=1", "rollout.actors=1", "save_every=1000")
+# A learner and a sampler of a core each. PPO, since it learns from all groups: with others updates
+# get shorter while groups lose their variance, and the bound with them.
+OVERLAP = (
+    *("learner.ranks=1", "rollout.actors=1", "groups_per_step=8", "save_every=1000"),
+    *("algorithm.name=ppo", "learner.minibatches=2"),
+)
 
 
 @dataclass(frozen=True, slots=True)

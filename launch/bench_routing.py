@@ -194,7 +194,7 @@ def draw(path: Path, rows: Sequence[Row], config: RoutingBenchConfig) -> None:
     experts, batch = (x[len(x) // 2] for x in (config.experts, config.batches))
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4), dpi=120)
     for axes, key, fixed in ((left, "experts", "batch"), (middle, "batch", "experts")):
-        values = dict.fromkeys(getattr(row, key) for row in rows)
+        values = sorted({getattr(row, key) for row in rows})
         held = {"batch": batch, "experts": experts}[fixed]
         for color, value in enumerate(values):
             own = [r for r in rows if getattr(r, key) == value and getattr(r, fixed) == held]
@@ -217,7 +217,7 @@ def draw(path: Path, rows: Sequence[Row], config: RoutingBenchConfig) -> None:
     own = [row for row in rows if row.experts == experts and row.batch == batch]
     for row in (own[0], best(own), own[-1]):
         right.plot(row.loads, label=f"window {row.window:,}", alpha=0.8)
-    right.set(xlabel="step", title=f"{experts} experts, {batch:,} tokens a step", yscale="log")
+    right.set(xlabel="step", title=f"{experts} experts, {batch:,} tokens a step", ylim=(1, None))
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)

@@ -123,7 +123,7 @@ def _train(name: str, file: Path, config: ThresholdBenchConfig) -> None:
     sampler = load_checkpoint(config.start).policy
     generator = NativeGenerator(sampler, config.seed, record_routes=True)
     chat = ChatFormat(start.tokenizer)
-    algorithm = make_algorithm(AlgorithmConfig(name="grpo"))
+    algorithm = make_algorithm(AlgorithmConfig(name="grpo", entropy=config.entropy))
     rows: list[dict[str, Any]] = []
     for step in range(1, config.steps + 1):
         wanted = tasks(run.env.id, "train", (step - 1) * config.groups, config.groups, config.seed)
@@ -142,9 +142,10 @@ def _train(name: str, file: Path, config: ThresholdBenchConfig) -> None:
             limit = run.learner.micro_batch_tokens
             parts = [shares(part, 1, limit)[0] for part in deal(kept, config.minibatches)]
             row |= learner.update(parts, algorithm.loss).metrics
-        with generator.exclusive():
-            sampler.load_state_dict(start.policy.state_dict())
-            generator.version = learner.version
+        if step % config.lag == 0:
+            with generator.exclusive():
+                sampler.load_state_dict(start.policy.state_dict())
+                generator.version = learner.version
         rows.append(finite(row))
         write_whole(file, "".join(map(json_line, rows)))
         if step % 10 == 0 or step == config.steps:

@@ -123,7 +123,8 @@ def _parser() -> argparse.ArgumentParser:
         "name",
         metavar="NAME",
         help="grpo: an RL step beside TRL's; kda: kernels on a GPU; parity: log-probs beside "
-        "vLLM's",
+        "vLLM's; learning: all algorithms; overlap: asynchronous RL; thresholds, routing: balance "
+        "of experts",
     )
     _add_overrides(command)
     command = commands.add_parser("plan", help="sizes of a policy, and what fits on given GPUs")

@@ -26,6 +26,10 @@ BENCHES = {
     "grpo": schema.BenchConfig,
     "kda": schema.KdaBenchConfig,
     "parity": schema.ParityBenchConfig,
+    "learning": schema.LearningBenchConfig,
+    "overlap": schema.OverlapBenchConfig,
+    "thresholds": schema.ThresholdBenchConfig,
+    "routing": schema.RoutingBenchConfig,
 }
 
 

@@ -93,7 +93,7 @@ def test_wrong_updates_are_no_measurement() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nosuch"], "bench nosuch: no such benchmark; known: grpo, kda, parity"),
+        (["nosuch"], "bench nosuch: no such benchmark; known: grpo, kda, parity, learning"),
         (["grpo", "runs=0"], "runs=0 must be at least 1"),
         (["grpo", "step=2"], "unknown key step on the command line; did you mean steps?"),
         (["grpo", "learner.minibatches=2"], "learner.minibatches must be 1"),

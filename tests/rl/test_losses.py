@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from farhorizon.rl.losses import grpo, nll
+from farhorizon.rl.losses import (
+    cispo,
+    grpo,
+    gspo,
+    k15,
+    k25,
+    nll,
+    reinforce,
+    sapo,
+    value_loss,
+)
+from farhorizon.rl.types import LossOutput
 
 
 def _grpo(advantage: float, ratio: float, **kwargs: Any) -> tuple[float, float, float]:
@@ -54,3 +66,30 @@ def test_likelihood_of_the_tokens_under_the_mask() -> None:
     )
     (gradient,) = torch.autograd.grad(out.loss, logprobs)
     assert out.loss.item() == 1.25 and gradient.tolist() == [0.0, -0.5, 0.0, -0.25, 0.0]
+
+
+@pytest.mark.parametrize("short", ["behavior_logprobs", "advantages", "mask", "sequence_ids"])
+@pytest.mark.parametrize("loss", [grpo, gspo, cispo, sapo, k25, k15, reinforce, nll])
+def test_an_array_of_one_is_not_spread_over_the_tokens(
+    loss: Callable[..., LossOutput], short: str
+) -> None:
+    given = {
+        "behavior_logprobs": torch.zeros(3),
+        "advantages": torch.ones(3),
+        "mask": torch.ones(3, dtype=torch.bool),
+        "sequence_ids": torch.zeros(3, dtype=torch.int64),
+    }
+    assert math.isfinite(loss(torch.zeros(3), **given, denominator=3).loss.item())
+    given[short] = given[short][:1]
+    with pytest.raises(AssertionError):
+        loss(torch.zeros(3), **given, denominator=3)
+
+
+@pytest.mark.parametrize("short", [0, 1, 2])
+def test_a_value_of_one_is_not_spread_over_the_tokens(short: int) -> None:
+    given = [torch.zeros(3), torch.zeros(3), torch.ones(3)]
+    mask = torch.ones(3, dtype=torch.bool)
+    assert value_loss(given[0], given[1], given[2], mask, denominator=3).loss.item() == 0.5
+    given[short] = given[short][:1]
+    with pytest.raises(AssertionError):
+        value_loss(given[0], given[1], given[2], mask, denominator=3)
