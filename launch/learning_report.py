@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -31,6 +31,11 @@ class Result:
         """Whether there is an evaluation behind its last step."""
         points = self.heldout
         return len(points) > 1 and points[-1].step == self.rows[-1]["step"]
+
+    @property
+    def episodes(self) -> int:
+        """Episodes of each of its evaluations."""
+        return next(row["eval/episodes"] for row in self.rows if "eval/success" in row)
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -64,19 +69,39 @@ class Overlap:
 
 
 def learning_table(results: Sequence[Result]) -> str:
-    """Held-out success before and after by algorithm and seed, with 95 % Wilson intervals."""
+    """Held-out success of the starts and after training, by algorithm and seed, with the 95 %
+    Wilson interval of all seeds' episodes together; and the mean time of a run."""
+    done = [result for result in results if result.done]
+    seeds = sorted({result.seed for result in done})
+    starts = {result.seed: result.heldout[0] for result in done}
     lines = [
-        "| algorithm | seed | before | after | updates | seconds |",
-        "|---|---|---|---|---|---|",
+        f"| | {' | '.join(f'seed {seed}' for seed in seeds)} | all | updates | seconds |",
+        "|---|" + "---|" * (len(seeds) + 3),
+        _line("start", starts, seeds, done, "", ""),
     ]
-    for result in results:
-        if result.done:
-            first, last = result.heldout[0], result.heldout[-1]
-            lines.append(
-                f"| {result.name} | {result.seed} | {_percent(first)} | {_percent(last)} "
-                f"| {last.step} | {result.seconds:.0f} |"
-            )
+    for name in sorted({result.name for result in done}):
+        own = [result for result in done if result.name == name]
+        after = {result.seed: result.heldout[-1] for result in own}
+        steps = "-".join(map(str, sorted({result.heldout[-1].step for result in own})))
+        lines.append(
+            _line(name, after, seeds, own, steps, f"{mean(result.seconds for result in own):.0f}")
+        )
     return "\n".join(lines)
+
+
+def _line(
+    name: str,
+    points: Mapping[int, CurvePoint],
+    seeds: Sequence[int],
+    results: Sequence[Result],
+    *rest: str,
+) -> str:
+    cells = [f"{points[seed].success:.1%}" if seed in points else "" for seed in seeds]
+    episodes = {result.seed: result.episodes for result in results}
+    successes = sum(round(points[seed].success * count) for seed, count in episodes.items())
+    low, high = wilson(successes, sum(episodes.values()))
+    whole = f"{successes / sum(episodes.values()):.1%} [{low:.1%}, {high:.1%}]"
+    return f"| {' | '.join([name, *cells, whole, *rest])} |"
 
 
 def overlap_of(sync: Result, other: Result, staleness: int) -> Overlap:

@@ -67,9 +67,10 @@ def test_training_episodes_of_all_seeds_are_pooled_without_failed_ones() -> None
 def test_runs_that_are_not_finished_are_in_no_table() -> None:
     whole = run("grpo", 0, step(1, 1, 2, 3))
     torn = Result("ppo", 0, [judged({"step": 0}, 0.25), step(1, 1, 1, 1)])
-    table = learning_table([whole, torn])
-    assert "| grpo | 0 | 25.0% [0.0%, 100.0%] | 75.0% [0.0%, 100.0%] | 1 | 6 |" in table
-    assert "ppo" not in table
+    other = run("grpo", 1, step(1, 1, 1, 2), after=0.5)
+    table = learning_table([whole, other, torn]).splitlines()
+    assert table[2] == "| start | 25.0% | 25.0% | 25.0% [7.1%, 59.1%] |  |  |"
+    assert table[3:] == ["| grpo | 75.0% | 50.0% | 62.5% [30.6%, 86.3%] | 1 | 5 |"]
 
 
 @pytest.mark.usefixtures("ray_local")
