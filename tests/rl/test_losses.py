@@ -93,3 +93,16 @@ def test_a_value_of_one_is_not_spread_over_the_tokens(short: int) -> None:
     given[short] = given[short][:1]
     with pytest.raises(AssertionError):
         value_loss(given[0], given[1], given[2], mask, denominator=3)
+
+
+def test_values_outside_of_the_mask_do_not_count() -> None:
+    """Squares 4 and, moved by at most 0.2, (0.2 - 3)^2; halved, by 2 tokens."""
+    values = torch.tensor([math.nan, 2.0, 5.0, 1.0], requires_grad=True)
+    mask = torch.tensor([False, True, False, True])
+    old, returns = torch.tensor([0.0, 2.0, math.inf, 0.0]), torch.tensor([1.0, 0.0, 1.0, 3.0])
+    out = value_loss(values, old, returns, mask, denominator=2)
+    (gradient,) = torch.autograd.grad(out.loss, values)
+    assert out.loss.item() == pytest.approx((4 + 2.8**2) / 4)
+    assert gradient.tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert float(out.metrics["value_error"]) == pytest.approx((4 + 4) / 4)
+    assert float(out.metrics["value_clip_fraction"]) == 0.5
