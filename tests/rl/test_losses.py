@@ -106,3 +106,20 @@ def test_values_outside_of_the_mask_do_not_count() -> None:
     assert gradient.tolist() == [0.0, 1.0, 0.0, 0.0]
     assert float(out.metrics["value_error"]) == pytest.approx((4 + 4) / 4)
     assert float(out.metrics["value_clip_fraction"]) == 0.5
+
+
+def test_likelihood_without_weights_leaves_out_what_is_masked() -> None:
+    logprobs = torch.tensor([math.nan, -1.0, -math.inf, -3.0], requires_grad=True)
+    mask = torch.tensor([False, True, False, True])
+    ids = torch.zeros(4, dtype=torch.int64)
+    out = nll(logprobs, logprobs, logprobs, mask, sequence_ids=ids, denominator=2)
+    (gradient,) = torch.autograd.grad(out.loss, logprobs)
+    assert out.loss.item() == 2.0 and gradient.tolist() == [0.0, -0.5, 0.0, -0.5]
+
+
+@pytest.mark.parametrize("loss", [grpo, gspo, cispo, sapo, k25, k15, reinforce, nll])
+def test_a_loss_has_the_type_of_its_log_probs(loss: Callable[..., LossOutput]) -> None:
+    given = torch.full((3,), -1.0)
+    mask, ids = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
+    out = loss(given, given, given, mask, sequence_ids=ids, denominator=3)
+    assert out.loss.dtype == torch.float32
