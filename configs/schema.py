@@ -340,6 +340,65 @@ class ParityBenchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearningBenchConfig:
+    """Every algorithm on the quickstart's task, from the starts of several seeds."""
+
+    start: str = "runs/quickstart-{seed}/sft"  # checkpoint of each seed
+    seeds: tuple[int, ...] = (0, 1, 2)
+    names: tuple[str, ...] = ()  # of algorithms; all by itself
+    steps: int = 10  # updates of four optimizer steps each
+    train: tuple[str, ...] = ()  # more settings of `farhorizon train`, for every run
+    output: str = "runs/learning"  # folder of the runs, points.jsonl and learning.png
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapBenchConfig:
+    """Synchronous and asynchronous RL from the same starts, with pages that take their time."""
+
+    start: str = "runs/quickstart-{seed}/sft"
+    seeds: tuple[int, ...] = (0, 1, 2)
+    steps: int = 16
+    staleness: int = 4  # max_staleness of the asynchronous runs
+    delay: float = 0.05  # seconds that a page takes to come, as a slow tool would
+    correction: tuple[str, ...] = ("algorithm.correction=token_truncate",)  # of asynchronous runs
+    train: tuple[str, ...] = ()
+    output: str = "runs/overlap"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdBenchConfig:
+    """Thresholds that stay, that follow free routing or replayed routes, over many steps of RL."""
+
+    start: str = "runs/quickstart-0/sft"
+    names: tuple[str, ...] = ("freeze", "track", "naive")
+    steps: int = 200
+    groups: int = 4  # of a step
+    group_size: int = 8
+    minibatches: int = 1
+    lag: int = 4  # steps that are sampled with the same weights: the last is lag - 1 versions old
+    lr: float = 5e-4
+    entropy: float = 0.01  # without, a solved task would leave nothing to learn, and no drift
+    seed: int = 0
+    train: tuple[str, ...] = ()  # more settings of `farhorizon train` that count here
+    output: str = "runs/thresholds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingBenchConfig:
+    """What routing thresholds do by how many tokens they see, simulated without a policy."""
+
+    experts: tuple[int, ...] = (8, 32, 128)  # all with the middle batch
+    k: int = 2  # experts of a token
+    batches: tuple[int, ...] = (4096, 16384, 65536)  # tokens a step, all with the middle of experts
+    windows: tuple[int, ...] = (1024, 4096, 16384, 65536, 262144, 1048576)  # tokens
+    sequence: int = 256  # tokens of one topic, end to end
+    drift: float = 0.05  # radians by which router and topics turn in a step
+    steps: int = 150
+    seed: int = 0
+    output: str = "runs/routing"  # folder of routing.json and routing.png
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
     """Sizes of a policy on given GPUs; nothing is loaded or run."""
 

@@ -8,7 +8,9 @@ one. `docs/environments.md` tells the rules and what the brief style simplifies.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
+import time
 from collections import deque
 from typing import Any, Literal
 
@@ -45,7 +47,8 @@ class Archive(ToolEnv):
     cannot be known without having read the episode. ``chance`` is the success of the best guess
     of an agent that notes every starred fact and then forgets. ``min_pages`` and
     ``min_stars`` make length and density vary from episode to episode, ``slots`` bounds the
-    notebook, ``eager`` is how often the expert notes an unstarred fact as well.
+    notebook, ``eager`` is how often the expert notes an unstarred fact as well. ``delay`` is how
+    many seconds a page takes to come, as a slow tool would: sleeping, not computing.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Archive(ToolEnv):
         require_note: bool = True,
         slots: int | None = None,
         eager: float = 0.0,
+        delay: float = 0.0,
     ) -> None:
         if style not in ("brief", "full"):
             raise UserError(f"archive-v0: style must be brief or full, got {style!r}")
@@ -88,6 +92,8 @@ class Archive(ToolEnv):
                 )
         if not 0 <= eager <= 1:
             raise UserError(f"archive-v0: eager must lie in [0, 1], got {eager!r}")
+        if not 0 <= delay < math.inf:
+            raise UserError(f"archive-v0: delay must be seconds of at least 0, got {delay!r}")
         self.table = fact_table(
             text,
             sources=sources,
@@ -100,6 +106,7 @@ class Archive(ToolEnv):
         self.style = style
         self.require_note = require_note
         self.eager = eager
+        self.delay = delay
         self._key = 0
         self._shown = _NOTHING  # the last page that was drawn, with its number
         self._names: list[str] = []  # this episode's names; the starred ones come first
@@ -295,6 +302,7 @@ class Archive(ToolEnv):
     # -- what the policy sees ----------------------------------------------------------------
 
     def _turn(self) -> Step:
+        time.sleep(self.delay)
         self._page += 1
         if self._page < self.pages:
             return self.reply(self._render_page(self._page))

@@ -30,17 +30,29 @@ BENCHMARKS = {
     ),
     "grpo": Benchmark("bench", "bench_grpo", schema.BenchConfig, "an RL step beside TRL's"),
     "kda": Benchmark("bench_kda", "bench_kda", schema.KdaBenchConfig, "KDA kernels on a GPU"),
+    "learning": Benchmark(
+        "bench_learning", "bench_learning", schema.LearningBenchConfig, "all algorithms"
+    ),
     "logprob": Benchmark(
         "bench_logprob", "bench_logprob", schema.LogprobBenchConfig, "log-probs on a GPU"
     ),
     "moe": Benchmark(
         "bench_moe", "bench_moe", schema.MoeBenchConfig, "router and experts on a GPU"
     ),
+    "overlap": Benchmark(
+        "bench_learning", "bench_overlap", schema.OverlapBenchConfig, "asynchronous RL"
+    ),
     "parity": Benchmark(
         "bench_parity", "bench_parity", schema.ParityBenchConfig, "log-probs beside vLLM's"
     ),
+    "routing": Benchmark(
+        "bench_routing", "bench_routing", schema.RoutingBenchConfig, "tokens thresholds see"
+    ),
     "step": Benchmark(
         "bench_step", "bench_step", schema.StepBenchConfig, "a training step on a GPU"
+    ),
+    "thresholds": Benchmark(
+        "bench_thresholds", "bench_thresholds", schema.ThresholdBenchConfig, "thresholds in RL"
     ),
 }
 

@@ -122,7 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "name",
         metavar="NAME",
-        help="on a GPU attnres, decode, kda, logprob, moe, parity, step; on a CPU grpo",
+        help="on a GPU attnres, decode, kda, logprob, moe, parity, step; on a CPU grpo, learning, "
+        "overlap, routing, thresholds",
     )
     _add_overrides(command)
     command = commands.add_parser("plan", help="sizes of a policy, and what fits on given GPUs")

@@ -58,7 +58,7 @@ def ppo_clip(
     if dual_clip is not None:
         floor = dual_clip * advantages
         surrogate = torch.where(advantages < 0, torch.maximum(surrogate, floor), surrogate)
-    clipped = (surrogate != free) & mask
+    clipped = surrogate != free
     return _output(surrogate, weights, mask, denominator, log_ratio, clipped, ratio)
 
 
@@ -87,7 +87,7 @@ def gspo(
     advantages = masked(advantages, mask)
     free = ratio * advantages
     surrogate = torch.minimum(free, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    clipped = (surrogate != free) & mask
+    clipped = surrogate != free
     return _output(surrogate, weights, mask, denominator, bounded(own), clipped, ratio)
 
 
@@ -173,7 +173,7 @@ def k25(
     ratio = bounded(own).exp()
     window = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = window * masked(advantages, mask) - tau * own.square()
-    outside = (window != ratio) & mask
+    outside = window != ratio
     return _output(surrogate, weights, mask, denominator, log_ratio, outside, ratio)
 
 
@@ -269,7 +269,7 @@ def value_loss(
     if clip is not None:
         near = old_values + (values - old_values).clamp(-clip, clip)
         error = torch.maximum(free, (near - returns).square())
-    clipped = (error != free) & mask
+    clipped = error != free
     return LossOutput(
         loss=0.5 * error.sum() / denominator,
         metrics={

@@ -28,6 +28,10 @@ BENCHES = {
     "kda": schema.KdaBenchConfig,
     "parity": schema.ParityBenchConfig,
     "step": schema.StepBenchConfig,
+    "learning": schema.LearningBenchConfig,
+    "overlap": schema.OverlapBenchConfig,
+    "thresholds": schema.ThresholdBenchConfig,
+    "routing": schema.RoutingBenchConfig,
 }
 
 

@@ -44,6 +44,16 @@ def test_the_unit_of_rewards_does_not_matter(unit: float) -> None:
     assert _advantages([unit] * 2, [0, 0]) == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("unit", [1.0, 1000.0])
+def test_rewards_closer_than_fp32_tells_apart_are_equal(unit: float) -> None:
+    """A millionth of the largest; and 1e-12 where terms of order one cancel."""
+    zeros = torch.zeros(2, dtype=torch.int64)
+    for given, least in ((unit, unit * 1e-6), (0.0, 1e-12)):
+        for part, want in ((0.995, [0.0, 0.0]), (1.005, [-1.0, 1.0])):
+            rewards = torch.tensor([given, given + least * part], dtype=torch.float64)
+            assert group_relative(rewards, zeros).tolist() == pytest.approx(want)
+
+
 def test_population_deviation() -> None:
     got = _advantages([0.35] * 7 + [0.95], [0] * 8)
     assert got == pytest.approx([-0.37796] * 7 + [2.64575], abs=1e-5)

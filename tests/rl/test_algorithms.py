@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import pickle
 from dataclasses import replace
@@ -30,6 +31,14 @@ from .test_critic import packed
 
 HINTS = get_type_hints(AlgorithmConfig)
 SETTINGS = [name for name in HINTS if name not in ("name", "extra_rounds")]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_loss_alone_has_the_settings_of_its_algorithm(name: str) -> None:
+    recipe = ALGORITHMS[name]
+    own = inspect.signature(recipe.loss).parameters
+    shared = {key: value for key, value in recipe.settings.items() if key in own}
+    assert shared == {key: own[key].default for key in shared}
 
 
 NUMBERS = {

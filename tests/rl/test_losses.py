@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from farhorizon.rl.losses import grpo, nll
+from farhorizon.rl.losses import (
+    cispo,
+    grpo,
+    gspo,
+    k15,
+    k25,
+    nll,
+    reinforce,
+    sapo,
+    value_loss,
+)
+from farhorizon.rl.types import LossOutput
 
 
 def _grpo(advantage: float, ratio: float, **kwargs: Any) -> tuple[float, float, float]:
@@ -54,3 +66,60 @@ def test_likelihood_of_the_tokens_under_the_mask() -> None:
     )
     (gradient,) = torch.autograd.grad(out.loss, logprobs)
     assert out.loss.item() == 1.25 and gradient.tolist() == [0.0, -0.5, 0.0, -0.25, 0.0]
+
+
+@pytest.mark.parametrize("short", ["behavior_logprobs", "advantages", "mask", "sequence_ids"])
+@pytest.mark.parametrize("loss", [grpo, gspo, cispo, sapo, k25, k15, reinforce, nll])
+def test_an_array_of_one_is_not_spread_over_the_tokens(
+    loss: Callable[..., LossOutput], short: str
+) -> None:
+    given = {
+        "behavior_logprobs": torch.zeros(3),
+        "advantages": torch.ones(3),
+        "mask": torch.ones(3, dtype=torch.bool),
+        "sequence_ids": torch.zeros(3, dtype=torch.int64),
+    }
+    assert math.isfinite(loss(torch.zeros(3), **given, denominator=3).loss.item())
+    given[short] = given[short][:1]
+    with pytest.raises(AssertionError):
+        loss(torch.zeros(3), **given, denominator=3)
+
+
+@pytest.mark.parametrize("short", [0, 1, 2])
+def test_a_value_of_one_is_not_spread_over_the_tokens(short: int) -> None:
+    given = [torch.zeros(3), torch.zeros(3), torch.ones(3)]
+    mask = torch.ones(3, dtype=torch.bool)
+    assert value_loss(given[0], given[1], given[2], mask, denominator=3).loss.item() == 0.5
+    given[short] = given[short][:1]
+    with pytest.raises(AssertionError):
+        value_loss(given[0], given[1], given[2], mask, denominator=3)
+
+
+def test_values_outside_of_the_mask_do_not_count() -> None:
+    """Squares 4 and, moved by at most 0.2, (0.2 - 3)^2; halved, by 2 tokens."""
+    values = torch.tensor([math.nan, 2.0, 5.0, 1.0], requires_grad=True)
+    mask = torch.tensor([False, True, False, True])
+    old, returns = torch.tensor([0.0, 2.0, math.inf, 0.0]), torch.tensor([1.0, 0.0, 1.0, 3.0])
+    out = value_loss(values, old, returns, mask, denominator=2)
+    (gradient,) = torch.autograd.grad(out.loss, values)
+    assert out.loss.item() == pytest.approx((4 + 2.8**2) / 4)
+    assert gradient.tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert float(out.metrics["value_error"]) == pytest.approx((4 + 4) / 4)
+    assert float(out.metrics["value_clip_fraction"]) == 0.5
+
+
+def test_likelihood_without_weights_leaves_out_what_is_masked() -> None:
+    logprobs = torch.tensor([math.nan, -1.0, -math.inf, -3.0], requires_grad=True)
+    mask = torch.tensor([False, True, False, True])
+    ids = torch.zeros(4, dtype=torch.int64)
+    out = nll(logprobs, logprobs, logprobs, mask, sequence_ids=ids, denominator=2)
+    (gradient,) = torch.autograd.grad(out.loss, logprobs)
+    assert out.loss.item() == 2.0 and gradient.tolist() == [0.0, -0.5, 0.0, -0.5]
+
+
+@pytest.mark.parametrize("loss", [grpo, gspo, cispo, sapo, k25, k15, reinforce, nll])
+def test_a_loss_has_the_type_of_its_log_probs(loss: Callable[..., LossOutput]) -> None:
+    given = torch.full((3,), -1.0)
+    mask, ids = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
+    out = loss(given, given, given, mask, sequence_ids=ids, denominator=3)
+    assert out.loss.dtype == torch.float32
