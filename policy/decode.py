@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.sampling import advance_, stream_points
+from ..kernels.sampling import advance_
 from ..kernels.sampling import draw_tokens as draw_tokens
+from ..kernels.sampling import stream_points as stream_points
 from .attention import GatedMLA
 from .joint import is_plain, lay_together, together
 from .kda import KimiDeltaAttention
