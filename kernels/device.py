@@ -49,8 +49,9 @@ class Launcher:
 
     Triton looks at every argument of every launch, which takes longer than many kernels run. What
     it compiled is kept here by all that it compiles for: types, None, ints that are 1 or multiples
-    of 16 or need 64 bits, addresses that are multiples of 16, blocks of descriptors, constants.
-    From its second use on it is launched as it is; hooks on Triton's launches see the first alone.
+    of 16 or need 64 bits, addresses that are multiples of 16, blocks of descriptors, constants; and
+    by the device of tensors, for Triton alone refuses the memory of a CPU. From its second use on
+    it is launched as it is; hooks on Triton's launches see the first alone.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -68,7 +69,7 @@ class Launcher:
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
                 address = argument.data_ptr()
-                kinds += (argument.dtype, address % 16)
+                kinds += (argument.dtype, argument.get_device(), address % 16)
                 values.append(address)
             elif argument is None:
                 kinds.append(None)
@@ -146,7 +147,7 @@ def look_at(argument: Any, kinds: list[object], values: list[object]) -> None:
     """Add to ``kinds`` what Triton compiles for, and to ``values`` what the kernel is given."""
     if isinstance(argument, torch.Tensor):
         address = argument.data_ptr()
-        kinds += (argument.dtype, address % 16)
+        kinds += (argument.dtype, argument.get_device(), address % 16)
         values.append(address)
         return
     kind = type(argument)

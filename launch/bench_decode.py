@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +14,12 @@ import torch
 from ..configs.bounds import check_bounds
 from ..configs.errors import RunFailed, UserError
 from ..configs.schema import DecodeBenchConfig
+from ..policy import Policy
 from ..policy.decode import takes_steps
 from ..policy.memory import lack
 from .decode_measure import Timed, check_steps, time_steps
-from .files import json_line
-from .measure import CudaMeter, copy_speed, versions
+from .measure import CudaMeter, copy_speed, lines_to, origin
 from .parity import random_policy
-from .step_measure import free
 
 
 def bench_decode(config: DecodeBenchConfig) -> int:
@@ -36,40 +33,38 @@ def bench_decode(config: DecodeBenchConfig) -> int:
     from .plan import read_policy
 
     sizes, _ = read_policy(config.policy)
-    with ExitStack() as stack:
-        file = None
-        if config.output is not None:
-            try:
-                Path(config.output).absolute().parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(Path(config.output).open("a", encoding="utf-8"))
-            except OSError as error:
-                raise UserError(
-                    f"output {config.output}: cannot be written ({error.strerror})"
-                ) from None
+    told = origin("decode") | {"config": asdict(config)}
+    with lines_to(config.output) as write:
         policy = random_policy(sizes, config.seed, "cuda")
         if not takes_steps(policy):
             raise UserError(f"policy {config.policy}: its gate has no bound, which steps need")
-        checked = check_steps(policy, config.seed)
-        print(
-            f"logits beside fp32: steps {checked.steps:.2%} off, a forward {checked.forward:.2%}; "
-            "replays equal their kernels",
-            flush=True,
-        )
-        free()
-        speed = copy_speed(CudaMeter(), config.repeats)
-        print(f"a copy moves {speed:,.0f} GB/s", flush=True)
-        for sequences in config.sequences:
-            try:
-                found = time_steps(policy, sequences, config.context, config.repeats, config.seed)
-            except torch.OutOfMemoryError as error:
-                text = f"bench decode: {lack(error, policy)}; lower sequences or context"
-                raise RunFailed(text) from None
-            print(line(found, speed), flush=True)
-            if file is not None:
-                file.write(json_line(row(config, found, speed, checked.steps)))
-                file.flush()
-            free()
+        try:
+            run(policy, config, lambda figures: write(told | {**figures}))
+        except torch.OutOfMemoryError as error:
+            text = f"bench decode: {lack(error, policy)}; lower sequences or context"
+            raise RunFailed(text) from None
     return 0
+
+
+def run(
+    policy: Policy, config: DecodeBenchConfig, take: Callable[[Mapping[str, Any]], None]
+) -> None:
+    """Check, measure and print; ``take`` gets the figures of each number of sequences."""
+    meter = CudaMeter()
+    checked = check_steps(policy, config.seed)
+    print(
+        f"logits beside fp32: steps {checked.steps:.2%} off, a forward {checked.forward:.2%}; "
+        "replays equal their kernels",
+        flush=True,
+    )
+    meter.free()
+    speed = copy_speed(meter, config.repeats)
+    print(f"a copy moves {speed:,.0f} GB/s", flush=True)
+    for sequences in config.sequences:
+        found = time_steps(policy, sequences, config.context, config.repeats, config.seed)
+        print(line(found, speed), flush=True)
+        take(figures(found, speed, checked.steps))
+        meter.free()
 
 
 def line(found: Timed, speed: float) -> str:
@@ -81,14 +76,9 @@ def line(found: Timed, speed: float) -> str:
     )
 
 
-def row(config: DecodeBenchConfig, found: Timed, speed: float, error: float) -> dict[str, Any]:
-    """The same and where it comes from, as JSON data."""
+def figures(found: Timed, speed: float, error: float) -> dict[str, Any]:
+    """The same as JSON data."""
     return {
-        "benchmark": "decode",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "config": asdict(config),
         "copy_gb_per_s": speed,
         "share_of_copy": found.share(speed),
         "tokens_per_second": found.sequences / found.with_host * 1e3,

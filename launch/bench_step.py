@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -19,14 +18,13 @@ from ..configs.errors import RunFailed, UserError
 from ..configs.schema import StepBenchConfig
 from ..policy import PolicyConfig
 from ..policy.memory import lack
-from .measure import lines_to, versions
+from .measure import CudaMeter, lines_to, origin
 from .step_measure import (
     ALLOWED_GRADIENT,
     Measured,
     OurSide,
     build_policy,
     draw_batch,
-    free,
     gradient_error,
     measure,
     small_config,
@@ -61,13 +59,7 @@ def run(
 ) -> None:
     """Check, measure and print; ``take`` gets the figures of each side."""
     check_gradient(policy, config)
-    origin = {
-        "benchmark": "step",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "config": asdict(config),
-    }
+    told = origin("step") | {"config": asdict(config)}
 
     def tell(sizes: str, of: PolicyConfig, found: Measured) -> float:
         """Tokens a second."""
@@ -79,7 +71,7 @@ def run(
             flush=True,
         )
         figures = {"sizes": sizes, "tokens_per_second": speed, "utilisation": share}
-        take(origin | figures | asdict(found))
+        take(told | figures | asdict(found))
         return speed
 
     tell(config.policy, policy, ours(policy, config))
@@ -104,7 +96,7 @@ def check_gradient(policy: PolicyConfig, config: StepBenchConfig) -> None:
             f"the gradient in bf16 is {error:.1%} off, allowed {ALLOWED_GRADIENT:.0%}: nothing is "
             "measured"
         )
-    free()
+    CudaMeter().free()
 
 
 def ours(policy: PolicyConfig, config: StepBenchConfig) -> Measured:
@@ -120,7 +112,7 @@ def ours(policy: PolicyConfig, config: StepBenchConfig) -> Measured:
         raise RunFailed(text) from None
     finally:
         del built, batch
-        free()
+        CudaMeter().free()
 
 
 def theirs(policy: PolicyConfig, config: StepBenchConfig) -> Measured:
@@ -138,4 +130,4 @@ def theirs(policy: PolicyConfig, config: StepBenchConfig) -> Measured:
         raise RunFailed(text) from None
     finally:
         del model, batch
-        free()
+        CudaMeter().free()

@@ -41,7 +41,7 @@ class Checked:
 @dataclass(frozen=True, slots=True)
 class Timed:
     """Median milliseconds of a step on the device, and of steps that go on while the host reads
-    what the one before drew; bytes that a step cannot but move; kernels of a step."""
+    what the one before drew; bytes that a step cannot but move, and those that its graph holds."""
 
     sequences: int
     context: int

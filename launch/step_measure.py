@@ -7,7 +7,6 @@ the GPU around it; a figure is the median of steps after warm-up.
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -144,12 +143,6 @@ def measure(name: str, step: Callable[[], torch.Tensor], repeats: int) -> Measur
     if not -1e30 < loss < 1e30:
         raise RunFailed(f"{name}: the loss is {loss}; nothing is told of its speed")
     return Measured(name, milliseconds, peak, loss)
-
-
-def free() -> None:
-    """Give back memory that no tensor uses."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def small_config(config: PolicyConfig) -> PolicyConfig:

@@ -8,14 +8,16 @@ captured once for every such number (a bucket, which fewer sequences may fill in
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..kernels.sampling import advance_, stream_points
+from ..kernels.sampling import advance_
 from ..kernels.sampling import draw_tokens as draw_tokens
+from ..kernels.sampling import stream_points as stream_points
 from .attention import GatedMLA
 from .joint import is_plain, lay_together, together
 from .kda import KimiDeltaAttention
@@ -158,7 +160,10 @@ class CapturedSteps:
     one copy fills."""
 
     def __init__(self, steps: Steps, size: int) -> None:
-        self._steps, self.size, self.count = steps, size, 0
+        # not the steps, which hold this: what they hold goes away with them, not with a collection
+        self.policy, self.state = steps.policy, steps.state
+        self.stops, self.record = steps.stops, steps.record
+        self.on_gpu, self.size, self.count = steps.on_gpu, size, 0
         device = steps.policy.device
         buffer = torch.zeros((8 * WIDE + 4 * NARROW) * size, dtype=torch.uint8, device=device)
         given = self._host_copy(buffer)
@@ -170,15 +175,15 @@ class CapturedSteps:
         self._copied = torch.cuda.Event() if steps.on_gpu else None
         self.inputs.places.fill_(-1)  # no row changes before the first step
         self._graph = torch.cuda.CUDAGraph() if steps.on_gpu else None
-        self.logits, self.result, self.routes = self._captured()
+        self.logits, self.result, self.routes = self._captured(steps.pool)
         self._out = [self._host_copy(self.result) for _ in range(2)]
         self._out_routes = [
             self._host_copy(self.routes) for _ in range(2) if self.routes is not None
         ]
         self._turn = 0
 
-    def _captured(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        steps, device = self._steps, self._steps.policy.device
+    def _captured(self, pool: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        device = self.policy.device
         if self._graph is None:
             return self.eager()
         stream = torch.cuda.Stream(device)
@@ -188,27 +193,24 @@ class CapturedSteps:
                 self.eager()
         torch.cuda.current_stream(device).wait_stream(stream)
         # weights may be on their way in another thread
-        with torch.cuda.graph(self._graph, pool=steps.pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             return self.eager()
 
     def _host_copy(self, source: Tensor) -> Tensor:
         """Room on the host that copies need not wait for."""
         room = torch.empty(source.shape, dtype=source.dtype)
-        return room.pin_memory() if self._steps.on_gpu else room
+        return room.pin_memory() if self.on_gpu else room
 
     def eager(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The captured step: logits ``[B, V]``, tokens and log-probs fp64 [B, 2], routes."""
-        steps, x = self._steps, self.inputs
-        routers = steps.policy.routers() if steps.record else []
-        for router in routers:
-            router.recorded = []
-        logits = decode_logits(steps.policy, x.ids, steps.state, x.places, x.past)
-        taken = [torch.cat(router.recorded or []) for router in routers]
-        for router in routers:
-            router.recorded = None
+        x = self.inputs
+        routers = self.policy.routers() if self.record else []
+        with self.policy.recorded_routes() if self.record else nullcontext():
+            logits = decode_logits(self.policy, x.ids, self.state, x.places, x.past)
+            taken = [torch.cat(router.recorded or []) for router in routers]
         drawn = draw_tokens(logits, x.temperature, stream_points(x.keys, x.position))
         rest = (x.ids, x.places, x.past, x.position, x.left, x.stop)
-        advance_(drawn, steps.stops, *rest)
+        advance_(drawn, self.stops, *rest)
         routes = torch.stack(taken, 1).to(route_dtype(routers[0])) if taken else None
         return logits, drawn, routes
 
@@ -249,7 +251,7 @@ class CapturedSteps:
         routes = None
         if self.routes is not None:
             routes = self._out_routes[self._turn].copy_(self.routes, non_blocking=True)
-        done = torch.cuda.Event() if self._steps.on_gpu else None
+        done = torch.cuda.Event() if self.on_gpu else None
         if done is not None:
             done.record()
         return Drawn(result, routes, done, self.count)

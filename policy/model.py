@@ -153,9 +153,7 @@ class PolicyModel(nn.Module):
         if images is not None:
             rows, features = images
             partial = partial.index_copy(0, rows, features.to(partial.dtype))
-        if (
-            partial.is_cuda
-        ):  # a residual stream as wide as the products: memory bounds what reads it
+        if partial.is_cuda:  # as wide as the products: memory bounds what reads the residual stream
             partial = partial.to(product_dtype(partial))
         update = None
         again = self.checkpointing == "layers" and torch.is_grad_enabled() and state is None

@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from ..configs.errors import RunFailed
-from ..policy.decode import draw_tokens
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+from ..policy.decode import draw_tokens, stream_points
 
 
 def stream_key(seed: int, task_id: str, sibling: int) -> int:
@@ -27,11 +23,8 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
     ``keys`` uint64 [N], ``positions`` int64 [N] >= 0; returns fp64 [N] with 53 random bits.
     """
-    x = keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    x = (x ^ (x >> np.uint64(30))) * _MIX_1
-    x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    x = x ^ (x >> np.uint64(31))
-    return (x >> np.uint64(11)) * 2.0**-53
+    streams, numbers = torch.from_numpy(keys.view(np.int64)), torch.from_numpy(positions)
+    return stream_points(streams, numbers).numpy()
 
 
 def sample(
@@ -45,25 +38,8 @@ def sample(
     raises RunFailed if a row's logits are not finite.
     """
     heat = np.broadcast_to(np.asarray(temperature, np.float64), len(logits))
-    point = uniforms(keys, positions)
-    if logits.is_cuda:
-        given = torch.from_numpy(np.stack((heat, point))).to(logits.device)
-        return checked(draw_tokens(logits, *given).cpu().numpy())
-    wide = logits.double()
-    greedy = heat == 0.0
-    wide = wide - wide.amax(-1, keepdim=True)
-    if (heat != 1.0).any():  # after the subtraction, so that no temperature is too low for it
-        wide = wide / torch.from_numpy(np.where(greedy, 1.0, heat))[:, None]
-    cdf = wide.exp().cumsum(-1)
-    total = cdf[:, -1:]
-    point = torch.from_numpy(point)[:, None] * total
-    tokens = torch.searchsorted(cdf, point, right=True).clamp_(max=logits.shape[-1] - 1)
-    if greedy.any():
-        tokens = torch.where(
-            torch.from_numpy(greedy)[:, None], wide.argmax(-1, keepdim=True), tokens
-        )
-    logprobs = wide.gather(-1, tokens) - total.log()
-    return checked(torch.cat((tokens.double(), logprobs), dim=-1).numpy())
+    given = torch.from_numpy(np.stack((heat, uniforms(keys, positions)))).to(logits.device)
+    return checked(draw_tokens(logits, *given).cpu().numpy())
 
 
 def checked(drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -18,6 +18,7 @@ from ..device import is_hopper, launch, on_device_of, processors
 from ..precision import as_given
 from .gluon_histogram import count_hopper_kernel, load_hopper_kernel
 from .histogram import NUM_BINS, Counts, QuantileHistogram
+from .layout import power_above
 from .route import MOST_CHOICES
 from .triton_histogram import count_kernel, load_kernel
 from .triton_router import product_kernel, select_kernel
@@ -36,10 +37,6 @@ LOAD_ROUTES = 1024  # that are counted at once
 LOAD_WARPS, LOAD_DEPTH = 32, 4  # on Hopper: of a program, and routes of a thread
 
 Tensor = torch.Tensor
-
-
-def power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 def parts_of(x: Tensor, dtype: torch.dtype, split: bool) -> Tensor:
@@ -61,9 +58,9 @@ def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
     """Rows and columns of a tile of the product, and its warps. They change no bit: every number
     is one sum in one order."""
     if rows <= FEW_ROWS:
-        return 64, min(32, max(16, power_of_two(columns))), 4
+        return 64, min(32, max(16, power_above(columns))), 4
     if columns <= 64:
-        return 128, max(16, power_of_two(columns)), 4
+        return 128, max(16, power_above(columns)), 4
     return 256, 128, 8
 
 
@@ -101,10 +98,10 @@ def select(
     ``logits`` of them; ``experts [T, k]`` int64 takes the choice, or what is ``given``. Into
     ``mixed``, both ``[T, k]`` fp32, go the scores of the experts and the mixing weights."""
     tokens, num_experts = values.shape
-    padded = power_of_two(num_experts)
+    padded = power_above(num_experts)
     columns = min(padded, max(COLUMNS, padded // 16))
     wanted = min(k + 1, num_experts)
-    room = min(MOST_CHOICES, power_of_two(max(8, wanted * 3 // 2)))
+    room = min(MOST_CHOICES, power_above(max(8, wanted * 3 // 2)))
     candidates = torch.empty(tokens, room, dtype=torch.int32, device=values.device)
     cutoff = torch.empty(tokens, dtype=torch.float32, device=values.device)
     routes, known = (given[0].contiguous(), given[1]) if given else (None, None)
@@ -120,7 +117,7 @@ def select(
                 A=padded // columns,
                 B=columns,
                 C=room,
-                S=power_of_two(k),
+                S=power_above(k),
                 LOGITS=logits,
                 GIVEN=given is not None,
                 MIX=mixed is not None,
@@ -186,7 +183,7 @@ def add_load(load: Tensor, experts: Tensor, valid: Tensor | None) -> None:
                 *given,
                 **fixed,
                 E=num_experts,
-                BINS=power_of_two(num_experts + 1),
+                BINS=power_above(num_experts + 1),
                 DEPTH=LOAD_DEPTH,
                 num_warps=LOAD_WARPS,
             )

@@ -44,13 +44,16 @@ def naive_draw_tokens(
     wide = logits.double()
     wide = wide - wide.amax(-1, keepdim=True)
     greedy = (temperature == 0.0)[:, None]
-    # after the subtraction, so that no temperature is too low for it
-    wide = wide / torch.where(greedy, 1.0, temperature[:, None])
+    if (
+        temperature != 1.0
+    ).any():  # after the subtraction, so that no temperature is too low for it
+        wide = wide / torch.where(greedy, 1.0, temperature[:, None])
     cdf = wide.exp().cumsum(-1)
     total = cdf[:, -1:]
     tokens = torch.searchsorted(cdf, point[:, None] * total, right=True)
     tokens = tokens.clamp_(max=logits.shape[-1] - 1)
-    tokens = torch.where(greedy, wide.argmax(-1, keepdim=True), tokens)
+    if greedy.any():
+        tokens = torch.where(greedy, wide.argmax(-1, keepdim=True), tokens)
     logprobs = wide.gather(-1, tokens) - total.log()
     return torch.cat((tokens.double(), logprobs), dim=-1)
 

@@ -89,3 +89,12 @@ def test_more_elements_than_32_bits_count() -> None:
     whole = both([x, gate, weight], d_out)
     part = both([x[-500:], gate[-500:], weight], d_out[-500:])
     assert all(torch.equal(a[-500:], b) for a, b in zip(whole[:3], part[:3], strict=True))
+
+
+def test_memory_of_a_cpu_is_refused_at_every_launch() -> None:
+    """A kernel that is launched again does not look at its arguments as Triton does."""
+    x, _, weight = draw(4, 64)
+    rms_norm(x, weight, EPS)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+            rms_norm(x, weight.cpu(), EPS)

@@ -56,7 +56,7 @@ def test_the_gradient_is_that_in_fp32(checkpointing: str) -> None:
     assert gradient_error(config(), 0, checkpointing, "cuda") < ALLOWED_GRADIENT
 
 
-def test_checkpointing_changes_no_bit() -> None:
+def test_checkpointing_gives_the_same_gradient() -> None:
     found: list[list[torch.Tensor]] = []
     for choice in ("none", "layers"):
         policy = build_policy(config(), 0, "cuda")

@@ -202,6 +202,14 @@ def test_the_policy_learns_alike_under_any_split(played: Path, ranks: int, stage
     assert distance(after, want) < 1e-4
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_parts_of_parameters_are_whole_where_layers_run_again(played: Path, ranks: int) -> None:
+    """And a linear map is taken for its weight alone only where a whole layer is gathered."""
+    after, want = weights(played, ranks, "tiny-3-layers"), weights(played, 1, "tiny-0")
+    assert distance(after, want) < 1e-4
+    assert results(played, ranks, "plain") == []
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_images_of_some_sequences_teach_the_tower_under_any_split(

@@ -28,6 +28,7 @@ from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.images import place, prepare
+from farhorizon.policy.joint import is_plain
 from farhorizon.policy.moe import Router
 from farhorizon.policy.routing import Routes
 from farhorizon.policy.value import ValueHead
@@ -104,9 +105,11 @@ def keep(name: str, tensors: dict[str, torch.Tensor]) -> None:
         save_file(tensors, FOLDER / f"{RANKS}-{name}.safetensors")
 
 
-def train(name: str, policy: torch.nn.Module, stage: int, tokens: int, vocab: int) -> Any:
+def train(
+    name: str, policy: torch.nn.Module, stage: int, tokens: int, vocab: int, **changes: Any
+) -> Any:
     # A large eps: Adam would blow rounding noise in gradients of almost 0 up to full steps.
-    own = learner(policy, stage, eps=1e-3, grad_clip=0.15, warmup_steps=5)
+    own = learner(policy, stage, eps=1e-3, grad_clip=0.15, warmup_steps=5, **changes)
     results = []
     for step in range(3):
         metrics = own.update([share(step, tokens, vocab)], LOSS).metrics
@@ -125,6 +128,14 @@ def layouts(out: dict[str, Any]) -> None:
     for stage in (0, 3):
         name = f"tiny-{stage}"
         out[name] = train(name, tiny_policy(), stage, SINGLE if stage else PACKED, 64)
+    policy = tiny_policy()
+    train("tiny-3-layers", policy, 3, PACKED, 64, checkpointing="layers")
+    kinds = tuple(policy.leaf_modules())
+    whole = [
+        part for leaf in policy.modules() if isinstance(leaf, kinds) for part in leaf.modules()
+    ]
+    plain = {name: part for name, part in policy.named_modules() if is_plain(part)}
+    out["plain"] = [name for name, part in plain.items() if part not in whole]
     own = learner(tiny_policy(), 0, dtype="bfloat16")
     own.update([share(0, PACKED, 64)], LOSS)
     out["bfloat16"] = {name: str(tensor.dtype) for name, tensor in state(own).items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import astuple
 
 import numpy as np
@@ -134,3 +136,24 @@ def test_steps_are_made_anew_for_weights_that_were_moved(
         generator.version += 1
     assert tokens[0] == tokens[1] == tokens[2]
     assert used[0] is used[1] and used[1] is not used[2]
+
+
+def test_what_steps_held_is_given_back_when_memory_grows(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: a collection of garbage may be far away, and a state is large."""
+    generator = build(policy, True, monkeypatch)
+    prompt = np.arange(4, 12)
+    generator.open(prompt, [5], SamplingParams(max_tokens=3))
+    while generator.busy:
+        generator.step()
+    assert generator._state is not None
+    held = [weakref.ref(x) for x in (steps_in(generator), generator._state)]
+    gc.disable()
+    try:
+        generator.open(prompt, [6, 7, 8], SamplingParams(max_tokens=3))
+        while generator.busy:
+            generator.step()
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
