@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
-from . import schema
+from . import benchmarks, schema
 from .errors import UserError
 
 
@@ -134,38 +134,38 @@ _TABLE: dict[type, dict[str, _Range]] = {
     },
     schema.EvalConfig: {"seed": _SEED, "episodes": _ONE, "context": _ONE, "visible_context": _ONE},
     schema.PlayConfig: {"seed": _SEED, "context": _ONE},
-    schema.BenchConfig: {
+    benchmarks.BenchConfig: {
         "seed": _SEED,
         "steps": _ONE,
         "runs": _ONE,
         "rollout.temperature": _POSITIVE,
     },
-    schema.KdaBenchConfig: {
+    benchmarks.KdaBenchConfig: {
         "seed": _SEED,
         "repeats": _ONE,
         "lengths": _ONE,
         "heads": _ONE,
         "forward_only_from": _ONE,
     },
-    schema.MoeBenchConfig: {"seed": _SEED, "repeats": _ONE},
-    schema.AttnResBenchConfig: {"seed": _SEED, "repeats": _ONE},
-    schema.LogprobBenchConfig: {"seed": _SEED, "repeats": _ONE},
-    schema.StepBenchConfig: {"seed": _SEED, "steps": _ONE, "lengths": _Range(2)},
-    schema.DecodeBenchConfig: {
+    benchmarks.MoeBenchConfig: {"seed": _SEED, "repeats": _ONE},
+    benchmarks.AttnResBenchConfig: {"seed": _SEED, "repeats": _ONE},
+    benchmarks.LogprobBenchConfig: {"seed": _SEED, "repeats": _ONE},
+    benchmarks.StepBenchConfig: {"seed": _SEED, "steps": _ONE, "lengths": _Range(2)},
+    benchmarks.DecodeBenchConfig: {
         "seed": _SEED,
         "sequences": _ONE,
         "context": _ONE,
         "repeats": _ONE,
     },
-    schema.ParityBenchConfig: {"seed": _SEED, "lengths": _Range(2), "sampled": _ONE},
-    schema.LearningBenchConfig: {"seeds": _SEED, "steps": _ONE},
-    schema.OverlapBenchConfig: {
+    benchmarks.ParityBenchConfig: {"seed": _SEED, "lengths": _Range(2), "sampled": _ONE},
+    benchmarks.LearningBenchConfig: {"seeds": _SEED, "steps": _ONE},
+    benchmarks.OverlapBenchConfig: {
         "seeds": _SEED,
         "steps": _Range(2),
         "staleness": _ONE,
         "delay": _ANY,
     },
-    schema.ThresholdBenchConfig: {
+    benchmarks.ThresholdBenchConfig: {
         "steps": _ONE,
         "groups": _ONE,
         "group_size": _Range(2),
@@ -175,7 +175,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "entropy": _Range(0, _MOST),
         "seed": _SEED,
     },
-    schema.RoutingBenchConfig: {
+    benchmarks.RoutingBenchConfig: {
         "experts": _Range(2),
         "k": _ONE,
         "batches": _ONE,

@@ -24,10 +24,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..configs.benchmarks import BenchConfig
 from ..configs.bounds import check_bounds
 from ..configs.errors import RunFailed, UserError
 from ..configs.load import dump_config
-from ..configs.schema import AlgorithmConfig, BenchConfig, EnvConfig, SyncConfig
+from ..configs.schema import AlgorithmConfig, EnvConfig, SyncConfig
 from ..envs.registry import tasks
 from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..rl.actor import LearnerGroup

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..configs.benchmarks import AttnResBenchConfig
 from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
-from ..configs.schema import AttnResBenchConfig
 from ..kernels.attnres import mix_norm
 from ..kernels.attnres.naive import naive_mix_norm
 from .measure import (

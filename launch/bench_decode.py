@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ..configs.benchmarks import DecodeBenchConfig
 from ..configs.bounds import check_bounds
 from ..configs.errors import RunFailed, UserError
-from ..configs.schema import DecodeBenchConfig
 from ..policy import Policy
 from ..policy.decode import takes_steps
 from ..policy.memory import lack

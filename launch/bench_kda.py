@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from ..configs.benchmarks import KdaBenchConfig
 from ..configs.bounds import check_bounds
 from ..configs.errors import RunFailed, UserError
-from ..configs.schema import KdaBenchConfig
 from .files import sole_user
 from .kda_measure import Bench
 from .kda_peers import DECODERS, check_peers, find_sides

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..configs.benchmarks import LearningBenchConfig, OverlapBenchConfig
 from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
 from ..configs.load import load_config
-from ..configs.schema import LearningBenchConfig, OverlapBenchConfig, TrainConfig
+from ..configs.schema import TrainConfig
 from ..rl.algorithms import ALGORITHMS
 from .files import finite, json_line, write_whole
 from .learning_report import (

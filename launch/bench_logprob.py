@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ..configs.benchmarks import LogprobBenchConfig
 from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
-from ..configs.schema import LogprobBenchConfig
 from ..kernels.logprob import naive_token_logprobs, token_logprobs
 from .measure import (
     CudaMeter,

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from ..configs.benchmarks import MoeBenchConfig
 from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
-from ..configs.schema import MoeBenchConfig
 from .measure import (
     DENSE,
     CudaMeter,

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..configs.benchmarks import ParityBenchConfig
 from ..configs.bounds import check_bounds
 from ..configs.errors import RunFailed, UserError
-from ..configs.schema import ParityBenchConfig
 from ..policy import Policy, PolicyConfig
 from ..policy.checkpoint import load_policy, save_policy
 from ..rollout.vllm import Served, serve

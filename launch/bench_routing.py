@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..configs.benchmarks import RoutingBenchConfig
 from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
-from ..configs.schema import RoutingBenchConfig
 from ..kernels.moe import QuantileHistogram, route
 from ..policy.moe import max_over_mean
 from ..policy.thresholds import TRACK, Ema, ThresholdRule

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ..configs.benchmarks import StepBenchConfig
 from ..configs.bounds import check_bounds
 from ..configs.errors import RunFailed, UserError
-from ..configs.schema import StepBenchConfig
 from ..policy import PolicyConfig
 from ..policy.memory import lack
 from .measure import CudaMeter, lines_to, origin

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..configs.benchmarks import ThresholdBenchConfig
 from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
 from ..configs.load import load_config
-from ..configs.schema import AlgorithmConfig, LearnerConfig, ThresholdBenchConfig, TrainConfig
+from ..configs.schema import AlgorithmConfig, LearnerConfig, TrainConfig
 from ..envs.registry import make_config, tasks
 from ..policy.checkpoint import load_checkpoint
 from ..policy.moe import Router

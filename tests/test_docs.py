@@ -48,7 +48,7 @@ def test_commands_are_understood(line: str) -> None:
         if "/" not in arguments.config:  # else a file of the reader's
             assert load_config(SCHEMAS[name], arguments.config, arguments.overrides)
     elif name == "bench":
-        assert override_config(BENCHMARKS[arguments.name].settings(), arguments.overrides)
+        assert override_config(BENCHMARKS[arguments.name][1](), arguments.overrides)
     elif name != "doctor":
         check_overrides(SCHEMAS[name], arguments.overrides)
 

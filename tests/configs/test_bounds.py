@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from farhorizon.configs.benchmarks import BenchConfig, KdaBenchConfig, ParityBenchConfig
 from farhorizon.configs.bounds import check_bounds
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import load_config, override_config
-from farhorizon.configs.schema import (
-    BenchConfig,
-    EvalConfig,
-    KdaBenchConfig,
-    ParityBenchConfig,
-    PlayConfig,
-    SftConfig,
-    StageConfig,
-    TrainConfig,
-)
+from farhorizon.configs.schema import EvalConfig, PlayConfig, SftConfig, StageConfig, TrainConfig
 
 ENV = ["env.id=echo-v0"]
 BASE = {

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from farhorizon.configs.benchmarks import BenchConfig
 from farhorizon.configs.errors import RunFailed
-from farhorizon.configs.schema import BenchConfig, LearnerConfig, RolloutConfig
+from farhorizon.configs.schema import LearnerConfig, RolloutConfig
 from farhorizon.envs import Message
 from farhorizon.envs.check import check_env
 from farhorizon.envs.types import StopReason

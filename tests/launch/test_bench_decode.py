@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
+from farhorizon.configs.benchmarks import DecodeBenchConfig
 from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.load import override_config
-from farhorizon.configs.schema import DecodeBenchConfig
 from farhorizon.launch import decode_measure
 from farhorizon.launch.bench_decode import bench_decode, line
 from farhorizon.launch.decode_measure import Timed, check_steps, floor_bytes

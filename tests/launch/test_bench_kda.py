@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from farhorizon.configs.benchmarks import KdaBenchConfig
 from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.load import override_config
-from farhorizon.configs.schema import KdaBenchConfig
 from farhorizon.launch import kda_measure
 from farhorizon.launch.bench_kda import bench_kda, run, shapes_of
 from farhorizon.launch.kda_measure import (

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from farhorizon.configs.benchmarks import AttnResBenchConfig, LogprobBenchConfig
 from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.load import override_config
-from farhorizon.configs.schema import AttnResBenchConfig, LogprobBenchConfig
 from farhorizon.launch import bench_attnres, bench_logprob, measure
 from farhorizon.launch.bench_attnres import Site
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from farhorizon.configs.benchmarks import MoeBenchConfig
 from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.load import override_config
-from farhorizon.configs.schema import MoeBenchConfig
 from farhorizon.kernels.moe import naive_experts
 from farhorizon.launch import measure
 from farhorizon.launch.bench_moe import bench_moe, run, tell

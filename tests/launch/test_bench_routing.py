@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from farhorizon.configs.benchmarks import RoutingBenchConfig
 from farhorizon.configs.errors import UserError
-from farhorizon.configs.schema import RoutingBenchConfig
 from farhorizon.launch import cli
 from farhorizon.launch.bench_routing import Drift, Thresholds, balanced, settings, simulate
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
+from farhorizon.configs.benchmarks import StepBenchConfig
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import override_config
-from farhorizon.configs.schema import StepBenchConfig
 from farhorizon.launch.bench_step import bench_step
 from farhorizon.launch.plan import read_policy
 from farhorizon.launch.step_measure import (

@@ -11,16 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from farhorizon.configs.benchmarks import BenchConfig
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import dump_config, load_config, override_config
-from farhorizon.configs.schema import (
-    BenchConfig,
-    EnvConfig,
-    SftConfig,
-    Stage,
-    StageConfig,
-    TrainConfig,
-)
+from farhorizon.configs.schema import EnvConfig, SftConfig, Stage, StageConfig, TrainConfig
 from farhorizon.launch import checkpoints
 from farhorizon.launch.bench import bench_grpo
 from farhorizon.launch.checkpoints import RunState
