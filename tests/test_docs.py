@@ -11,6 +11,7 @@ import pytest
 from farhorizon.configs import schema
 from farhorizon.configs.load import check_overrides, load_config, override_config
 from farhorizon.launch import cli
+from farhorizon.launch.benchmarks import BENCHMARKS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -21,13 +22,6 @@ SCHEMAS = {
     "eval": schema.EvalConfig,
     "play": schema.PlayConfig,
     "plan": schema.PlanConfig,
-}
-BENCHES = {
-    "decode": schema.DecodeBenchConfig,
-    "grpo": schema.BenchConfig,
-    "kda": schema.KdaBenchConfig,
-    "parity": schema.ParityBenchConfig,
-    "step": schema.StepBenchConfig,
 }
 
 
@@ -54,7 +48,7 @@ def test_commands_are_understood(line: str) -> None:
         if "/" not in arguments.config:  # else a file of the reader's
             assert load_config(SCHEMAS[name], arguments.config, arguments.overrides)
     elif name == "bench":
-        assert override_config(BENCHES[arguments.name](), arguments.overrides)
+        assert override_config(BENCHMARKS[arguments.name].settings(), arguments.overrides)
     elif name != "doctor":
         check_overrides(SCHEMAS[name], arguments.overrides)
 
