@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from .route import route
 
@@ -93,10 +93,14 @@ class QuantileHistogram:
 
 
 def centred(bias: torch.Tensor) -> torch.Tensor:
-    """``bias [E]`` less its mean, fp32: the exact sum depends on no order and no device."""
+    """``bias [E]`` less its mean, fp32. Halves are added up: an order that no device changes, and
+    the CPU waits for none."""
     wide = bias.double()
-    mean = math.fsum(wide.tolist()) / len(wide)
-    return (wide - mean).float()
+    total = F.pad(wide, (0, (1 << (len(wide) - 1).bit_length()) - len(wide)))
+    while len(total) > 1:
+        first, second = total.chunk(2)
+        total = first + second
+    return (wide - total / torch.full_like(total, len(wide))).float()
 
 
 class Counts(NamedTuple):

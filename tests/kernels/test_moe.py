@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -103,11 +105,13 @@ def test_balanced_load_on_the_same_scores_after_the_update():
     assert loads[0] > 2 and loads[-1] < 1.1
 
 
-def test_the_mean_is_that_of_the_exact_sum():
-    """A sum from left to right would lose the 1 beside 1e16, and another order might not."""
+def test_the_mean_is_that_of_a_sum_by_halves():
+    """A sum from left to right would lose the 1 beside 1e16: here the large ones meet first."""
     found = centred(torch.tensor([1e16, 1.0, -1e16], dtype=torch.float64))
     assert found.dtype == torch.float32
     assert found[1] == torch.tensor(2 / 3, dtype=torch.float32)
+    many = torch.rand(896, dtype=torch.float64)
+    assert torch.equal(centred(many), (many - math.fsum(many.tolist()) / 896).float())
     every = QuantileHistogram(torch.tensor([0.5, 0.25]), 2)
     every.add(torch.rand(3, 2))
     assert torch.equal(every.solve(), torch.tensor([0.125, -0.125]))
