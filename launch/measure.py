@@ -7,6 +7,8 @@ count for nobody. It needs torch alone.
 from __future__ import annotations
 
 import gc
+import math
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +26,7 @@ from .files import json_line
 PACKAGES = ("farhorizon", "torch", "triton", "fla-core", "vllm", "liger-kernel")
 DENSE = 8192
 COPIED = 2**30
+MOST_ELEMENTS = 2**59  # torch counts bytes in 63 bits
 
 Tensor = torch.Tensor
 
@@ -161,9 +164,13 @@ def take_turns(
 def parse_shape(text: str, names: str, key: str) -> list[int]:
     """The numbers of ``text``, one for each of ``names``; UserError names the setting."""
     parts = text.split("x")
-    if len(parts) != len(names.split("x")) or not all(p.isdecimal() and int(p) for p in parts):
+    fits = len(parts) == len(names.split("x"))
+    if not fits or not all(re.fullmatch("[1-9][0-9]{0,17}", part) for part in parts):
         raise UserError(f"{key}: {text!r} is not {names}")
-    return [int(part) for part in parts]
+    numbers = [int(part) for part in parts]
+    if math.prod(numbers) > MOST_ELEMENTS:
+        raise UserError(f"{key}: {text!r} is more than any memory holds")
+    return numbers
 
 
 def judge(shape: str, found: Mapping[str, float], allowed: float) -> None:

@@ -25,7 +25,7 @@ def latent_attention(
     ``places[n]`` and has ``lengths[n]`` tokens, the newest included, both int [N]. Returns ``[N, H,
     R]`` in query's dtype, zeros where a place is below 0 or a length is 0. Softmax is in fp32 or
     wider; entries from a length on are not used, whatever they hold. Without gradients. ValueError
-    names a shape that does not fit.
+    names a shape that does not fit, and a cache whose last dimension is not adjacent.
 
     On a GPU it runs in kernels (in Gluon on Hopper for 16-bit numbers, R = 512 and P = 64) unless
     numbers are fp64, reads every latent once for up to `MOST_HEADS` heads, and waits for nothing. A
@@ -53,8 +53,10 @@ def append_latent(
     normed by `rms_norm` with ``weight [R]``.
 
     Sequence n lies in row ``places[n]``, below 0 nowhere; ``position[n]`` must lie inside of the
-    cache. On a GPU one kernel, unless numbers are fp64. ValueError for an entry of another width.
+    cache. On a GPU one kernel, unless numbers are fp64. ValueError for an entry of another width,
+    and for a cache whose last dimension is not adjacent.
     """
+    _check_columns(cache)
     if entry.shape != (len(places), cache.shape[2]) or position.shape != places.shape:
         raise ValueError(
             f"entry must be [{len(places)}, {cache.shape[2]}] and position as long as places, got "
@@ -78,6 +80,7 @@ def _check(
     places: torch.Tensor,
     lengths: torch.Tensor,
 ) -> None:
+    _check_columns(cache)
     count, heads, rank = query.shape
     rest = cache.shape[-1] - rank
     for name, x, shape in (
@@ -87,3 +90,9 @@ def _check(
     ):
         if tuple(x.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {shape}")
+
+
+def _check_columns(cache: torch.Tensor) -> None:
+    # which is too large for a copy
+    if cache.stride(2) != 1:
+        raise ValueError(f"cache must have a last stride of 1, got {cache.stride()}")

@@ -116,5 +116,10 @@ def test_a_shape_that_does_not_fit_is_named() -> None:
     query, shared, cache, places, lengths = draw([3, 20], 2)
     with pytest.raises(ValueError, match=r"shared has shape \(2, 2, 15\), expected \(2, 2, 16\)"):
         latent_attention(query, shared[..., 1:], cache, places, lengths, 1.0)
+    turned = cache.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match="cache must have a last stride of 1"):
+        latent_attention(query, shared, turned, places, lengths, 1.0)
+    with pytest.raises(ValueError, match="cache must have a last stride of 1"):
+        append_latent(query[:, 0], query[0, 0], 1e-5, turned, places, lengths)
     with pytest.raises(ValueError, match=r"entry must be \[2, 48\]"):
         append_latent(query[:, 0], query[0, 0], 1e-5, cache, places, lengths)

@@ -29,6 +29,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["peers=[torch]"], "peers: 'torch' is none; known: fla, or [] for none"),
         (["shapes=[8x4]", "peers=[]"], "shapes: '8x4' is not TOKENSxHIDDENxSOURCES"),
+        (["shapes=['\u0663x4x4']"], "shapes: '\u0663x4x4' is not TOKENSxHIDDENxSOURCES"),
+        (["shapes=[0x4x4]"], "shapes: '0x4x4' is not TOKENSxHIDDENxSOURCES"),
+        ([f"shapes=[{2**57}x4x4]"], f"shapes: '{2**57}x4x4' is more than any memory holds"),
         (["shapes=[]", "peers=[]"], "shapes: name at least one, TOKENSxHIDDENxSOURCES"),
     ],
 )
