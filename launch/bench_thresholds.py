@@ -98,7 +98,7 @@ def bench_thresholds(config: ThresholdBenchConfig) -> int:
     runs = {name: rows for name, rows in runs.items() if rows}
     for name, rows in runs.items():
         print(summary(name, rows))
-    draw(folder / "thresholds.png", runs)
+    draw(folder / "thresholds.png", runs, config.lag)
     print(f"written {folder / 'thresholds.png'}, {datetime.now(UTC):%Y-%m-%d}")
     return 0
 
@@ -166,18 +166,23 @@ def summary(name: str, rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def draw(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
-    """PNG: load of the rollouts, log-ratio and success by step."""
+def draw(path: Path, runs: dict[str, list[dict[str, Any]]], lag: int) -> None:
+    """PNG: load of rollouts, log-ratio of the oldest samples of every ``lag`` steps, success."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(1, 3, figsize=(13, 4), dpi=120)
-    shown = {LOAD: "max / mean load of rollouts", APART: "mean |log-ratio|", "success": "success"}
+    shown = {
+        LOAD: "max / mean load of rollouts",
+        APART: "mean |log-ratio|, oldest",
+        "success": "success",
+    }
     for axes, (key, title) in zip(panels, shown.items(), strict=True):
         for color, (name, rows) in enumerate(runs.items()):
-            there = [row for row in rows if row.get(key) is not None]
+            every = lag if key == APART else 1
+            there = [r for r in rows if r.get(key) is not None and r["step"] % every == 0]
             axes.plot([r["step"] for r in there], [r[key] for r in there], f"C{color}", label=name)
         axes.set(xlabel="step", title=title)
         axes.grid(alpha=0.3)

@@ -123,3 +123,18 @@ def test_a_loss_has_the_type_of_its_log_probs(loss: Callable[..., LossOutput]) -
     mask, ids = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
     out = loss(given, given, given, mask, sequence_ids=ids, denominator=3)
     assert out.loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("loss", [grpo, cispo, k25])
+def test_a_token_of_weight_zero_is_not_counted_as_clipped(loss: Callable[..., LossOutput]) -> None:
+    behavior = torch.full((2,), -9.0)
+    out = loss(
+        behavior + 3.0,  # a ratio of 20
+        behavior,
+        torch.ones(2),
+        torch.ones(2, dtype=torch.bool),
+        sequence_ids=torch.zeros(2, dtype=torch.int64),
+        denominator=2,
+        weights=torch.tensor([1.0, 0.0]),
+    )
+    assert float(out.metrics["clip_fraction"]) == 0.5 == float(out.metrics["clip_fraction_high"])
