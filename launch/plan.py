@@ -15,6 +15,7 @@ from ..policy.count import (
     StateSizes,
     activation_bytes,
     count_parameters,
+    count_vision,
     learner_sizes,
     state_sizes,
 )
@@ -46,6 +47,7 @@ def plan(source: str, config: PlanConfig) -> int:
     sizes = state_sizes(policy, ITEMSIZE[config.dtype])
     for line in (
         *_counted(policy, counts),
+        *_vision(config, count_vision(policy)),
         *_rollout(config, counts, sizes, context),
         *_learner(config, counts, activation_bytes(policy), context),
     ):
@@ -106,6 +108,20 @@ def _counted(policy: PolicyConfig, counts: Counts) -> Iterator[str]:
     for part, number in counts.parts.items():
         if number:
             yield f"  {part:<20}{_count(number):>12}{number / counts.total:>8.1%}"
+
+
+def _vision(config: PlanConfig, parts: dict[str, int]) -> Iterator[str]:
+    """What a run with images has beside all else that is listed; runs without any build none."""
+    if not parts:
+        return
+    total = sum(parts.values())
+    yield f"with images     {_count(total)} more, on top of what follows"
+    for part, number in parts.items():
+        yield f"  {part:<20}{_count(number):>12}"
+    yield f"  {'rollout weights':<20}{_bytes(total * ITEMSIZE[config.dtype]):>12}"
+    for stage in range(4):
+        size = learner_sizes(total, config.ranks, stage).total
+        yield f"  {f'learner, ZeRO {stage}':<20}{_bytes(size):>12}"
 
 
 def _rollout(config: PlanConfig, counts: Counts, sizes: StateSizes, context: int) -> Iterator[str]:

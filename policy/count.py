@@ -97,6 +97,21 @@ def count_parameters(config: PolicyConfig) -> Counts:
     return Counts(parts, active, num_kda * wide)
 
 
+def count_vision(config: PolicyConfig) -> dict[str, int]:
+    """Parameters of the vision tower and its projector; none of a policy that sees no images."""
+    sizes = config.vision
+    if sizes is None:
+        return {}
+    width, inner = sizes.vt_hidden_size, sizes.qkv_hidden_size
+    patches = 3 * sizes.patch_size**2 + sizes.init_pos_emb_height * sizes.init_pos_emb_width
+    block = 2 * width + 4 * width * inner + 2 * width * sizes.vt_intermediate_size
+    merged = sizes.merge**2 * width
+    return {
+        "vision tower": width * (patches + 1) + sizes.vt_num_hidden_layers * block,
+        "projector": merged * (merged + config.hidden_size) + config.hidden_size,
+    }
+
+
 def _kda(config: PolicyConfig) -> tuple[int, int]:
     """Parameters of a KDA layer, and how many of them are fp32 in files."""
     linear = config.linear_attn_config or {}

@@ -70,7 +70,30 @@ def test_presets_folders_and_files_are_read(
     nested = tmp_path / "nested.json"
     nested.write_text(json.dumps({"model_type": "kimi_k3", "text_config": fields}))
     assert run(capsys, str(nested)) == folder
+    assert "images" not in folder
     assert " at 8,192 tokens" in run(capsys, "small")
+
+
+def test_a_vision_tower_is_listed_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = json.loads((Path(__file__).parents[2] / "configs/policy/k3.json").read_text())
+    nested = tmp_path / "k3.json"
+    nested.write_text(
+        json.dumps({"model_type": "kimi_k3", "text_config": text, "vision_config": {}})
+    )
+    seeing = run(capsys, str(nested), "ranks=8").splitlines()
+    alone = run(capsys, "k3", "ranks=8").splitlines()
+    # 447,358,976 parameters; 2 bytes each in rollouts, 16 without ZeRO, 2.5 at its stage 3
+    assert [line.split() for line in seeing if line not in alone] == [
+        ["with", "images", "447.4", "M", "more,", "on", "top", "of", "what", "follows"],
+        ["vision", "tower", "401.2", "M"],
+        ["projector", "46.14", "M"],
+        ["rollout", "weights", "853.27", "MiB"],
+        ["learner,", "ZeRO", "0", "6.67", "GiB"],
+        ["learner,", "ZeRO", "1", "3.96", "GiB"],
+        ["learner,", "ZeRO", "2", "2.50", "GiB"],
+        ["learner,", "ZeRO", "3", "1.04", "GiB"],
+    ]
+    assert [line for line in seeing if line in alone] == alone
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from farhorizon.policy.count import (
     LearnerSizes,
     activation_bytes,
     count_parameters,
+    count_vision,
     learner_sizes,
     state_sizes,
 )
@@ -52,6 +53,32 @@ def test_weight_bytes_keep_gates_and_convolutions_in_fp32() -> None:
     assert counts.wide == wide
     assert counts.weight_bytes(2) == 2 * counts.total + 2 * wide
     assert counts.weight_bytes(4) == 4 * counts.total
+
+
+def seeing(text: PolicyConfig, **sizes: int) -> PolicyConfig:
+    """The policy with a vision tower beside it, K3's but for ``sizes``."""
+    nested = {"model_type": "kimi_k3", "text_config": text.to_dict(), "vision_config": sizes}
+    return PolicyConfig.from_dict(nested | {"media_placeholder_token_id": 5})
+
+
+def test_the_tower_of_k3_has_about_401_million_parameters() -> None:
+    parts = count_vision(seeing(preset("k3")))
+    block = 2 * 1024 + 1024 * 3 * 1536 + 1536 * 1024 + 2 * 1024 * 4096
+    assert parts["vision tower"] == 1024 * (588 + 4096) + 27 * block + 1024 == 401_214_464
+    assert parts["projector"] == 4096 * 4096 + 4096 * 7168 + 7168
+    assert count_vision(preset("k3")) == {}
+
+
+def test_a_tower_is_counted_as_it_is_built() -> None:
+    text = PolicyConfig.tiny(vocab_size=64)
+    sizes = {"patch_size": 3, "init_pos_emb_height": 4, "init_pos_emb_width": 5}
+    sizes |= {"vt_hidden_size": 12, "vt_intermediate_size": 20, "vt_num_hidden_layers": 3}
+    config = seeing(text, **sizes, vt_num_attention_heads=2, qkv_hidden_size=16)
+    policy = Policy(config, vision=True)
+    modules = {"vision tower": policy.vision_tower, "projector": policy.mm_projector}
+    built = {n: sum(p.numel() for p in m.parameters()) for n, m in modules.items()}
+    assert count_vision(config) == built
+    assert count_parameters(config) == count_parameters(text)
 
 
 @pytest.mark.parametrize(
