@@ -98,7 +98,7 @@ class Thresholds:
     def load(self, scores: Tensor) -> float:
         """Max / mean load of tokens that go by these thresholds."""
         experts = route(scores, self.bias, self.k)[0]
-        return max_over_mean(torch.bincount(experts.flatten(), minlength=len(self.bias)))
+        return float(max_over_mean(torch.bincount(experts.flatten(), minlength=len(self.bias))))
 
 
 def bench_routing(config: RoutingBenchConfig) -> int:

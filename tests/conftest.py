@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +16,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("triton.language")
     del os.environ["TRITON_INTERPRET"]
-    # transformers takes its kernels, which need a GPU, for models on a CPU as well
-    sys.modules["fla"] = None  # type: ignore[assignment] - as if it were not installed
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import sys
 from functools import cache
-from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ B, H, K, V = 2, 3, 16, 24
 
 
 def file_of(name: str) -> Path:
-    """A file of the installed fla-core; PackageNotFoundError without it."""
-    return Path(str(distribution("fla-core").locate_file(f"fla/ops/{name}.py")))
+    """A file of fla-core, which `launch/setup.sh` puts beside the environment's packages."""
+    return Path(sys.prefix, "references", "fla", "ops", f"{name}.py")
 
 
 @cache

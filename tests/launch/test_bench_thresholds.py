@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,13 +58,16 @@ def test_every_kind_trains_and_a_finished_one_is_kept(checkpoint: Path, tmp_path
         *("groups=4", "group_size=4", "lr=1e-2"),
         "train=[" + ",".join(f'"{s}"' for s in (*more, "rollout.max_turn_tokens=2")) + "]",
     ]
-    assert cli.main(words) == 0
+    run = partial(
+        subprocess.run, [sys.executable, "-m", "farhorizon.launch.cli", *words], check=True
+    )
+    run()  # a process of its own: it joins a process group, which a process can do once
     for name in bench_thresholds.KINDS:
         rows = read_rows(tmp_path / f"{name}-0.jsonl")
         assert [row["step"] for row in rows] == [1, 2]
         assert rows[0]["replayed_load_max"] >= 1
     written = (tmp_path / "track-0.jsonl").stat().st_mtime_ns
-    assert cli.main(words) == 0
+    run()
     assert (tmp_path / "track-0.jsonl").stat().st_mtime_ns == written
 
 
