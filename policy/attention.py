@@ -87,10 +87,10 @@ class GatedMLA(nn.Module):
         q = q.view(len(x), self.num_heads, self.nope + self.rope)
         latent, shared = entry.split([self.rank, self.rope], -1)
         latent = self.kv_a_layernorm(latent)
-        if state is None or past is None:
-            out = self._expanded(q, latent, shared, packing)
-        else:
+        if isinstance(state, LatentCache) and past is not None:
             out = self._absorbed(q, torch.cat([latent, shared], -1), packing, state, past)
+        else:
+            out = self._expanded(q, latent, shared, packing)
         if self.gated:
             out = out * torch.sigmoid(gate[0] if gate else self.g_proj(x))
         return self.o_proj(out)

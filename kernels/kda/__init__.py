@@ -351,9 +351,8 @@ def decode_kda_(
         if not len(used):
             return torch.zeros_like(gate)
         where = places[used].long()
-        some = (x[used] for x in (z, beta, gate))
         found, state[where], tail[where] = decode_kda(
-            *(qkv[used], kernel, tail[where], *some, weight, eps),
+            *(qkv[used], kernel, tail[where], z[used], beta[used], gate[used], weight, eps),
             A_log=A_log,
             dt_bias=dt_bias,
             initial_state=state[where],

@@ -280,15 +280,17 @@ def test_in_place_it_changes_the_rows_that_are_named_and_no_other(kernel: bool) 
     out, state, tail = run(some) if kernel else public(some)
     state_now, tail_now = kept.clone(), tails.clone()
     if kernel:
-        rows = (*(inputs[name] for name in ("qkv", "z", "beta", "gate")), tail_now)
-        parameters = tuple(inputs[name] for name in ("kernel", "weight", "A_log", "dt_bias"))
+        qkv, z, beta, gate = (inputs[name] for name in ("qkv", "z", "beta", "gate"))
+        kernels, weight, a_log, bias = (
+            inputs[name] for name in ("kernel", "weight", "A_log", "dt_bias")
+        )
         found = decode.decode_step(
-            rows,
-            parameters,
+            (qkv, z, beta, gate, tail_now),
+            (kernels, weight, a_log, bias),
             state_now,
             bound=-5.0,
             eps=EPS,
-            places=places,  # type: ignore[arg-type]
+            places=places,
         )[0]
     else:
         given = inputs | {"state": state_now, "tail": tail_now}

@@ -48,14 +48,16 @@ def draw(lengths: list[int], heads: int, rank: int = 32, extra: int = 16) -> tup
 
 
 def attend(given: tuple[Tensor, ...], scale: float = 0.3) -> Tensor:
-    return fused.attend(*given, scale)
+    query, shared, cache, places, lengths = given
+    return fused.attend(query, shared, cache, places, lengths, scale)
 
 
 @pytest.mark.parametrize("heads", [3, 17])
 def test_it_is_the_formula(heads: int) -> None:
     given = draw([1, 8, 9, 31, 70], heads)
-    wide = [x.double() if x.is_floating_point() else x for x in given]
-    truth = naive_latent_attention(*wide, 0.3)
+    query, shared, cache, places, lengths = given
+    wide = (query.double(), shared.double(), cache.double())
+    truth = naive_latent_attention(*wide, places, lengths, 0.3)
     assert float((attend(given).double() - truth).abs().max()) < 2e-6
 
 
