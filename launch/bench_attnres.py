@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from .measure import (
     relative,
     sufficient_memory,
     take_turns,
+    tell,
 )
 
 OURS, FLA = "farhorizon", "flash-linear-attention"
@@ -186,7 +187,8 @@ def run(
             judge(shape, off[OURS], ALLOWED)
             passes = [_passes(side, site, pull) for side in sides]
             for found in take_turns(meter, passes, off, config.repeats):
-                take({"shape": shape, **tell(found, least_bytes(tokens, hidden, sources), speed)})
+                shares = shares_of(found, least_bytes(tokens, hidden, sources), speed)
+                take({"shape": shape, "copy": speed, **tell(found, shares, "a copy")})
         del site, pull, passes
         meter.free()
 
@@ -198,17 +200,8 @@ def _passes(side: Side, site: Site, pull: Tensor) -> Passes:
     return Passes(side.name, lambda: side.call(site), both)
 
 
-def tell(found: Measured, least: tuple[int, int], speed: float) -> dict[str, Any]:
-    """Print a side's figures, and return all of them; ``speed`` is that of a copy in GB/s."""
-    assert found.both_ms is not None and found.errors is not None
-    shares = [
-        size / took / 1e6 / speed
-        for size, took in zip(least, (found.forward_ms, found.both_ms), strict=True)
-    ]
-    print(
-        f"  {found.name:<22} forward {found.forward_ms:7.3f} ms {shares[0]:4.0%} of a copy   "
-        f"with backward {found.both_ms:7.3f} ms {shares[1]:4.0%}   {found.peak_gib:6.2f} GiB   "
-        f"errors up to {max(found.errors.values()):.1e}",
-        flush=True,
-    )
-    return {"copy": speed, "forward_share": shares[0], "both_share": shares[1], **asdict(found)}
+def shares_of(found: Measured, least: tuple[int, int], speed: float) -> tuple[float, float]:
+    """Of ``speed``, that of a copy in GB/s, forward and of both passes."""
+    assert found.both_ms is not None
+    forward, both = (size / speed / 1e6 for size in least)
+    return forward / found.forward_ms, both / found.both_ms

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from .measure import (
     relative,
     sufficient_memory,
     take_turns,
+    tell,
 )
 
 OURS = "farhorizon"
@@ -179,8 +180,9 @@ def run(
             passes = [_passes(side, given) for side in sides]
             named = (given[0].nbytes + 2 * given[1].nbytes) / 2**30
             for found in take_turns(meter, passes, off, config.repeats):
-                flops = 2 * tokens * vocabulary * hidden
-                take({"shape": shape, "named_gib": named, **tell(found, flops, dense)})
+                shares = shares_of(found, 2 * tokens * vocabulary * hidden, dense)
+                figures = {"named_gib": named, "dense": dense, **tell(found, shares, "dense")}
+                take({"shape": shape, **figures})
         del given, passes
         meter.free()
 
@@ -193,15 +195,8 @@ def _passes(side: Side, given: Head) -> Passes:
     return Passes(side.name, lambda: side.call(*given), both, side.captured)
 
 
-def tell(found: Measured, flops: int, dense: float) -> dict[str, Any]:
-    """Print a side's figures, and return all of them. Forward has one product, backward two and
-    the first once more."""
-    assert found.both_ms is not None and found.errors is not None
-    shares = [flops / found.forward_ms * 1e3 / dense, 4 * flops / found.both_ms * 1e3 / dense]
-    print(
-        f"  {found.name:<20} forward {found.forward_ms:8.3f} ms {shares[0]:4.0%} of dense   "
-        f"with backward {found.both_ms:8.3f} ms {shares[1]:4.0%}   {found.peak_gib:6.2f} GiB   "
-        f"errors up to {max(found.errors.values(), default=float('nan')):.1e}",
-        flush=True,
-    )
-    return {"dense": dense, "forward_share": shares[0], "both_share": shares[1], **asdict(found)}
+def shares_of(found: Measured, flops: int, dense: float) -> tuple[float, float]:
+    """Of ``dense`` operations a second. Forward has one product, backward two and the first once
+    more."""
+    assert found.both_ms is not None
+    return flops / found.forward_ms * 1e3 / dense, 4 * flops / found.both_ms * 1e3 / dense

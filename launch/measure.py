@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -178,6 +178,19 @@ def judge(shape: str, found: Mapping[str, float], allowed: float) -> None:
     for name, error in found.items():
         if not error < allowed:
             raise RunFailed(f"{shape}: {name} is off by {error:.1e}, allowed {allowed:.0e}")
+
+
+def tell(found: Measured, shares: tuple[float, float], of: str) -> dict[str, Any]:
+    """Print a side's figures with its ``shares`` ``of`` something, forward and with backward, and
+    return them."""
+    assert found.both_ms is not None and found.errors is not None
+    print(
+        f"  {found.name:<22} forward {found.forward_ms:8.3f} ms {shares[0]:4.0%} of {of}   "
+        f"with backward {found.both_ms:8.3f} ms {shares[1]:4.0%}   {found.peak_gib:6.2f} GiB   "
+        f"errors up to {max(found.errors.values(), default=float('nan')):.1e}",
+        flush=True,
+    )
+    return {"forward_share": shares[0], "both_share": shares[1], **asdict(found)}
 
 
 @contextmanager
