@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from farhorizon.launch.measure import relative
 from farhorizon.launch.step_measure import (
     ALLOWED_GRADIENT,
     OurSide,
@@ -65,5 +66,6 @@ def test_checkpointing_gives_the_same_gradient() -> None:
         side.forward().backward()
         found.append([p.grad for p in policy.parameters() if p.grad is not None])
     for name, a, b in zip(dict(policy.named_parameters()), *found, strict=False):
-        # what attention gives back to its inputs is a sum in any order
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4, msg=name)
+        # What attention gives back to its inputs is a sum in any order, which single small elements
+        # show most.
+        assert relative(b, a) < 1e-2, name
