@@ -4,8 +4,7 @@ plain twin.
 The rows of k lie over those of q in shared memory: one product of 64 rows gives L and the masked
 reads. The rising factors take the place of the raw rows, and what is written leaves from there too.
 They enter that product as they are written, in bf16, the falling ones in two parts. Two parts of
-both would take an eighth off the error of the outputs and add a twentieth to the time of the forward
-pass.
+both would take an eighth off the error of the outputs and make the forward pass a twentieth longer.
 """
 
 from __future__ import annotations
