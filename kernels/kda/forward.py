@@ -31,8 +31,9 @@ VALUE_BLOCK = 64
 SCAN_REGISTERS = 128
 STRETCH_REGISTERS, MAP_REGISTERS = 168, 152  # one program an SM
 STAGES, ALONE_STAGES = 3, 6  # chunks in shared memory
+SHARED_PIECES, MOST_PIECES = 2, 8  # of a sequence, where both passes share SMs and where not
 # So many chunks, each of one head, pass first passes on a whole GPU while a state pass takes one.
-PACE = 34.5
+PACE = 39.0
 
 Tensor = torch.Tensor
 Blocks = dict[str, list[Any]]  # descriptors that the pieces of a sequence share
@@ -129,16 +130,18 @@ def overlapping(
 
     A state pass of few programs keeps their SMs for itself (`chunks_ahead`): the piece that comes
     next is as long as what the first pass has done by then on the others. Of more programs, it
-    shares all SMs with the first pass, and pieces are of one length.
+    shares all SMs with the first pass, and pieces are two halves.
     """
     if not is_hopper(device) or len(options.bounds) != 2:
         return None
-    programs, fall = heads * (values // min(values, VALUE_BLOCK)), 1.0
+    programs = heads * (values // min(values, VALUE_BLOCK))
+    fall, most = 1.0, SHARED_PIECES
     if chunks_ahead(programs, device) > STAGES:
         fall = min(1.0, PACE / heads * (1 - programs / processors(device)))
-    if len(piece_edges(options.bounds, options.size, fall)) == 2:
+        most = MOST_PIECES
+    if len(piece_edges(options.bounds, options.size, fall, most)) == 2:
         return None
-    return pieces(options.bounds, options.size, fall, device)
+    return pieces(options.bounds, options.size, fall, most, device)
 
 
 def chunks_ahead(programs: int, device: torch.device) -> int:

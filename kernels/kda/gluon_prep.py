@@ -168,7 +168,6 @@ def pair_products(
     inside = (gl.arange(0, C, layout=gl.SliceLayout(1, each)) < length)[:, None]
     k_scale = scales.slice(0, C).load(gl.SliceLayout(1, each))[:, None]
     q_scale = scales.slice(C, C).load(gl.SliceLayout(1, each))[:, None]
-    both = gl.zeros([2 * C, C], gl.float32, thin)
     for half in gl.static_range(2):
         channel = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, each))
         logits = gate.index(half)
@@ -192,17 +191,19 @@ def pair_products(
         rise = gl.exp2(grown * unit + ANCHOR)
         logits.store((k_fall * gl.exp2(total + ANCHOR)[None, :]).to(work))
         top, rest = parted(k_fall)
-        fall_high.store(top)
-        fall_low.store(rest)
+        fall_high.index(half).store(top)
+        fall_low.index(half).store(rest)
         k_tile.store((k * rise).to(work))
         q_tile.store((q * rise).to(work))
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(kh_desc, [line, half * HALF], logits)
-        high, columns = left.index(half), fall_high.permute((1, 0))
-        both = warpgroup_mma(high, fall_low.permute((1, 0)), both, is_async=True)
+    both = gl.zeros([2 * C, C], gl.float32, thin)
+    fence_async_shared()
+    gl.thread_barrier()
+    for half in gl.static_range(2):
+        tma.async_copy_shared_to_global(kh_desc, [line, half * HALF], gate.index(half))
+        high, columns = left.index(half), fall_high.index(half).permute((1, 0))
+        both = warpgroup_mma(high, fall_low.index(half).permute((1, 0)), both, is_async=True)
         both = warpgroup_mma(high, columns, both, is_async=True)
-        both = warpgroup_mma_wait(0, deps=[both])
+    both = warpgroup_mma_wait(0, deps=[both])
     return both
 
 
@@ -257,8 +258,8 @@ def prep_hopper_kernel(
     length = gl.load(chunk_table + 2 * chunk + 1)
     raw = gl.allocate_shared_memory(work, [4, C, HALF], q_desc.layout)
     gate = gl.allocate_shared_memory(work, [2, C, HALF], g_desc.layout)
-    fall_high = gl.allocate_shared_memory(work, [C, HALF], q_desc.layout)
-    fall_low = gl.allocate_shared_memory(work, [C, HALF], q_desc.layout)
+    fall_high = gl.allocate_shared_memory(work, [2, C, HALF], q_desc.layout)
+    fall_low = gl.allocate_shared_memory(work, [2, C, HALF], q_desc.layout)
     scales = gl.allocate_shared_memory(gl.float32, [2 * C], plain)
     stack = raw._reinterpret(work, [2 * C, K], stacked)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -305,9 +306,9 @@ def prep_hopper_kernel(
     kept = column < (token + gl.where(stack_row < C, 0, 1))[:, None]
     both = gl.where(kept, both, 0.0)
     gl.thread_barrier()  # every warp has read fall_high
-    lower = fall_high._reinterpret(gl.float16, [2 * C, C], pair)
+    lower = fall_high.index(0)._reinterpret(gl.float16, [2 * C, C], pair)
     lower.store((both * strength[:, None]).to(gl.float16))
-    pairs = fall_low._reinterpret(work, [2, C, C], pair)
+    pairs = fall_low.index(0)._reinterpret(work, [2, C, C], pair)
     pairs._reinterpret(work, [2 * C, C], pair).store(both.to(work))
     scale_in_place(stack, 2.0**-ANCHOR, wide)
     pairs.index(0).store(unit_lower_inverse(lower.slice(0, C), C).to(work))

@@ -16,7 +16,7 @@ from ..device import upload
 T = TypeVar("T")
 
 # Tokens that a piece of a sequence has to have, so that it is worth its launches.
-FIRST_PIECE, LAST_PIECE, MOST_PIECES = 3072, 1280, 8
+FIRST_PIECE, LAST_PIECE = 3072, 1280
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,12 @@ class Piece:
     sequences: torch.Tensor
 
 
-def piece_edges(bounds: tuple[int, ...], size: int, fall: float) -> list[int]:
+def piece_edges(bounds: tuple[int, ...], size: int, fall: float, most: int) -> list[int]:
     """Chunks at the edges of as many pieces of the only sequence between ``bounds`` as are long
-    enough, each ``fall``, at most 1, times as long as the one before."""
+    enough, ``most`` of them, each ``fall``, at most 1, times as long as the one before."""
     start, end = bounds
     shares = [1.0]
-    for parts in range(2, MOST_PIECES + 1):
+    for parts in range(2, most + 1):
         found = [fall**part for part in range(parts)]
         tokens = (end - start) / sum(found)
         if tokens < FIRST_PIECE or tokens * found[-1] < LAST_PIECE:
@@ -84,17 +84,21 @@ def piece_edges(bounds: tuple[int, ...], size: int, fall: float) -> list[int]:
     return [0, *(round(count * x) for x in itertools.accumulate(shares))]
 
 
-def pieces(bounds: tuple[int, ...], size: int, fall: float, device: torch.device) -> list[Piece]:
+def pieces(
+    bounds: tuple[int, ...], size: int, fall: float, most: int, device: torch.device
+) -> list[Piece]:
     """The only sequence between ``bounds``, in the pieces of `piece_edges`."""
-    return kept_for_graphs(_pieces(bounds, size, fall, device), device)
+    return kept_for_graphs(_pieces(bounds, size, fall, most, device), device)
 
 
 @lru_cache(maxsize=4)
 @torch.inference_mode(False)
-def _pieces(bounds: tuple[int, ...], size: int, fall: float, device: torch.device) -> list[Piece]:
+def _pieces(
+    bounds: tuple[int, ...], size: int, fall: float, most: int, device: torch.device
+) -> list[Piece]:
     start, end = bounds
     found: list[Piece] = []
-    for first, after in itertools.pairwise(piece_edges(bounds, size, fall)):
+    for first, after in itertools.pairwise(piece_edges(bounds, size, fall, most)):
         begin, stop = start + first * size, min(start + after * size, end)
         row = torch.tensor([[0, first, begin, stop - begin]], dtype=torch.int32)
         found.append(Piece(range(first, after), upload(row, device)))

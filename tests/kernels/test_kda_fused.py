@@ -155,12 +155,16 @@ def test_long_sequences_of_few_heads_are_cut_in_time(monkeypatch: pytest.MonkeyP
 
 def test_pieces_fall_as_wanted_and_none_is_too_short() -> None:
     """Shares 1 / (1 + f + f^2 ...) of the chunks, of as many pieces as their lengths allow."""
-    assert tables.piece_edges((0, 8960), 32, 0.5) == [0, 160, 240, 280]  # 4/7, 2/7, 1/7
-    assert tables.piece_edges((0, 8959), 32, 0.5) == [0, 187, 280]  # a third has less than 1280
-    assert tables.piece_edges((5, 6149), 32, 1.0) == [0, 96, 192]
-    assert tables.piece_edges((0, 6143), 32, 1.0) == [0, 192]  # halves have less than 3072 tokens
-    assert tables.piece_edges((0, 2**20), 32, 1.0) == [4096 * part for part in range(9)]
-    found = tables.pieces((7, 8998), 32, 0.5, torch.device("cpu"))
+    assert tables.piece_edges((0, 8960), 32, 0.5, 8) == [0, 160, 240, 280]  # 4/7, 2/7, 1/7
+    assert tables.piece_edges((0, 8959), 32, 0.5, 8) == [0, 187, 280]  # a third has less than 1280
+    assert tables.piece_edges((5, 6149), 32, 1.0, 8) == [0, 96, 192]
+    assert tables.piece_edges((0, 6143), 32, 1.0, 8) == [
+        0,
+        192,
+    ]  # halves have less than 3072 tokens
+    assert tables.piece_edges((0, 2**20), 32, 1.0, 8) == [4096 * part for part in range(9)]
+    assert tables.piece_edges((0, 2**20), 32, 1.0, 2) == [0, 16384, 32768]
+    found = tables.pieces((7, 8998), 32, 0.5, 8, torch.device("cpu"))
     rows = [piece.sequences.tolist() for piece in found]
     assert rows == [[[0, 0, 7, 5152]], [[0, 161, 5159, 2560]], [[0, 241, 7719, 1279]]]
     assert [piece.chunks for piece in found] == [range(161), range(161, 241), range(241, 281)]

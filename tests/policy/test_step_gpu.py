@@ -58,14 +58,20 @@ def test_the_gradient_is_that_in_fp32(checkpointing: str) -> None:
 
 
 def test_checkpointing_gives_the_same_gradient() -> None:
-    found: list[list[torch.Tensor]] = []
-    for choice in ("none", "layers"):
-        policy = build_policy(config(), 0, "cuda")
-        policy.checkpointing = choice
-        side = OurSide(policy, draw_batch(512, [700, 324], 0, "cuda"))
-        side.forward().backward()
-        found.append([p.grad for p in policy.parameters() if p.grad is not None])
-    for name, a, b in zip(dict(policy.named_parameters()), *found, strict=False):
-        # What attention gives back to its inputs is a sum in any order, which single small elements
-        # show most.
-        assert relative(b, a) < 1e-2, name
+    found: list[dict[str, torch.Tensor]] = []
+    # Attention would otherwise give back sums in any order, which sums that cancel show most.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for choice in ("none", "layers"):
+            policy = build_policy(config(), 0, "cuda")
+            policy.checkpointing = choice
+            side = OurSide(policy, draw_batch(512, [700, 324], 0, "cuda"))
+            side.forward().backward()
+            named = policy.named_parameters()
+            found.append({name: p.grad for name, p in named if p.grad is not None})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    plain, recomputed = found
+    assert plain.keys() == recomputed.keys()
+    off = {name: relative(recomputed[name], plain[name]) for name in plain}
+    assert max(off.values()) < 5e-3, off
