@@ -18,6 +18,7 @@ from ..kernels.moe import (
     router,
     situ_glu,
 )
+from ..kernels.moe.histogram import balanced
 from .attention import RMSNorm
 from .config import PolicyConfig
 from .joint import each, split_joint, trained
@@ -127,22 +128,23 @@ def update_routers(routers: Sequence[Router], rule: ThresholdRule) -> list[float
     found = [one.histogram for one in routers if one.histogram is not None]
     if len(found) < len(routers):
         raise ValueError("no token was counted since the last update")
-    tokens = [histogram.tokens for histogram in found]
-    loads = [max_over_mean(one.load) for one in routers]
-    numbers = torch.cat([part.double().view(1) for part in (*tokens, *loads)]).tolist()
-    if 0 in numbers[: len(found)]:
+    tokens = torch.cat([histogram.tokens for histogram in found])
+    loads = max_over_mean(torch.stack([one.load for one in routers]))
+    counted, *ratios = torch.cat([tokens.min().double()[None], loads.double()]).tolist()
+    if counted == 0:
         raise ValueError("no token was counted since the last update")
-    for one, histogram in zip(routers, found, strict=True):
-        bias = one.e_score_correction_bias
-        bias.copy_(rule(bias, histogram.balanced))
+    biases = [one.e_score_correction_bias for one in routers]
+    moved = rule(torch.stack(biases), lambda: balanced(found))
+    for one, bias, values in zip(routers, biases, moved, strict=True):
+        bias.copy_(values)
         one.clear()
-    return numbers[len(found) :]
+    return ratios
 
 
 def max_over_mean(load: torch.Tensor) -> torch.Tensor:
-    """Largest load ``[E]`` of an expert over that of all, nan where nothing was counted."""
+    """Largest load ``[..., E]`` of an expert over that of all, nan where nothing was counted."""
     load = load.float()
-    return load.max() / load.mean()
+    return load.amax(-1) / load.mean(-1)
 
 
 class Experts(nn.Module):

@@ -140,7 +140,8 @@ class Routed(nn.Module):
 
     def replayed_loads(self) -> list[float]:
         """Max / mean load per layer of the replayed routes that were counted."""
-        return [float(max_over_mean(router.replayed_load)) for router in self.routers()]
+        loads = [router.replayed_load for router in self.routers()]
+        return max_over_mean(torch.stack(loads)).tolist() if loads else []
 
     def update_thresholds(self) -> list[float]:
         """Set the next thresholds in place; max / mean load per layer of what was counted."""

@@ -12,8 +12,8 @@ from ..kernels.moe.histogram import centred
 
 
 class ThresholdRule(Protocol):
-    """The next thresholds ``[E]`` fp32 from the current ones and from ``solve``, which gives those
-    that would have balanced the step's tokens, mean zero."""
+    """The next thresholds ``[layers, E]`` fp32 from the current ones and from ``solve``, which
+    gives those that would have balanced the step's tokens, in each layer with mean zero."""
 
     def __call__(self, current: Tensor, solve: Callable[[], Tensor]) -> Tensor: ...
 

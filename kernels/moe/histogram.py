@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,31 +74,38 @@ class QuantileHistogram:
         counted."""
         if int(self.tokens) == 0:
             raise ValueError("no token was counted")
-        return self.balanced()
+        return balanced([self])[0]
 
-    def balanced(self) -> torch.Tensor:
-        """What `solve` returns, without a look at whether anything was counted: the CPU does not
-        wait for a GPU."""
-        if self.k == len(self.bias):
-            return centred(self.bias)
-        rank = self.tokens.double() * self.k  # need not be whole when divided, by a tensor as above
-        rank = rank / torch.full_like(rank, len(self.counts))
-        total = self.counts.double().cumsum(1)
-        index = torch.searchsorted(total, rank.expand(len(total), 1).contiguous())
-        index = index.clamp_(max=NUM_BINS - 1)
-        inside = self.counts.double().gather(1, index)
-        before = total.gather(1, index) - inside
-        part = ((rank - before) / inside.clamp(min=1)).clamp_(0, 1)
-        bias = self.low.double() + (index[:, 0].double() + part[:, 0]) * self.width.double()
+
+def balanced(histograms: Sequence[QuantileHistogram]) -> torch.Tensor:
+    """What `QuantileHistogram.solve` returns for each of several of one size, ``[N, E]``, without a
+    look at whether anything was counted: the CPU does not wait for a GPU."""
+    k, bias = histograms[0].k, torch.stack([one.bias for one in histograms])
+    if k == bias.shape[1]:
         return centred(bias)
+    counts = torch.stack([one.counts for one in histograms]).double()
+    low, width = (
+        torch.stack([getattr(one, name) for one in histograms]).double()[:, None]
+        for name in ("low", "width")
+    )
+    rank = torch.stack([one.tokens for one in histograms]).double() * k
+    # It need not be whole when divided, by a tensor as above.
+    rank = (rank / torch.full_like(rank, bias.shape[1]))[..., None]
+    total = counts.cumsum(2)
+    index = torch.searchsorted(total, rank.expand(*bias.shape, 1).contiguous())
+    index = index.clamp_(max=NUM_BINS - 1)
+    inside = counts.gather(2, index)
+    before = total.gather(2, index) - inside
+    part = ((rank - before) / inside.clamp(min=1)).clamp_(0, 1)
+    return centred(low + (index + part)[..., 0] * width)
 
 
 def centred(bias: torch.Tensor) -> torch.Tensor:
-    """``bias [E]`` less its mean, fp32. Whole multiples of 2^-40 are added up, which is exact up to
-    a sum of 2^23 and so depends on no order and no device; the CPU does not wait for a GPU."""
+    """``bias [..., E]`` less its mean, fp32. Whole multiples of 2^-40 are added up, which is exact up
+    to a sum of 2^23 and so depends on no order and no device; the CPU does not wait for a GPU."""
     wide = bias.double()
-    total = (wide * UNITS).round().long().sum().double()
-    return (wide - total / torch.full_like(total, UNITS * len(wide))).float()
+    total = (wide * UNITS).round().long().sum(-1, keepdim=True).double()
+    return (wide - total / torch.full_like(total, UNITS * wide.shape[-1])).float()
 
 
 class Counts(NamedTuple):

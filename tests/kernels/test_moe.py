@@ -14,7 +14,7 @@ from farhorizon.kernels.moe import (
     route,
     situ_glu,
 )
-from farhorizon.kernels.moe.histogram import centred
+from farhorizon.kernels.moe.histogram import balanced, centred
 
 
 def test_bias_is_added_for_the_choice_and_absent_from_the_weights():
@@ -103,6 +103,17 @@ def test_balanced_load_on_the_same_scores_after_the_update():
         histogram.add(scores)
         bias = histogram.solve()
     assert loads[0] > 2 and loads[-1] < 1.1
+
+
+def test_several_are_solved_together_as_each_alone():
+    """Biases of other spans and counts of other steps, one of them a single token."""
+    torch.manual_seed(0)
+    found = []
+    for number, tokens in enumerate((4096, 1, 300)):
+        one = QuantileHistogram(torch.randn(12) * number, 5)
+        one.add(torch.rand(tokens, 12))
+        found.append(one)
+    assert torch.equal(balanced(found), torch.stack([one.solve() for one in found]))
 
 
 def test_the_mean_depends_on_no_order():
