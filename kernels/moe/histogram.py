@@ -101,8 +101,8 @@ def balanced(histograms: Sequence[QuantileHistogram]) -> torch.Tensor:
 
 
 def centred(bias: torch.Tensor) -> torch.Tensor:
-    """``bias [..., E]`` less its mean, fp32. Whole multiples of 2^-40 are added up, which is exact up
-    to a sum of 2^23 and so depends on no order and no device; the CPU does not wait for a GPU."""
+    """``bias [..., E]`` less its mean, fp32. Whole multiples of 2^-40 are added up, which is exact
+    up to a sum of 2^23 and so depends on no order and device; the CPU does not wait for a GPU."""
     wide = bias.double()
     total = (wide * UNITS).round().long().sum(-1, keepdim=True).double()
     return (wide - total / torch.full_like(total, UNITS * wide.shape[-1])).float()
