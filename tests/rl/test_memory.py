@@ -62,6 +62,23 @@ def test_what_is_set_already_is_no_way_out() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("changes", "ways"),
+    [
+        ({}, ["zero_stage", "expert_parallel", "optimizer"]),
+        ({"expert_parallel": 2}, ["zero_stage", "expert_parallel", "optimizer"]),
+        ({"expert_parallel": 4, "zero_stage": 2}, []),
+        ({"expert_parallel": 2, "optimizer": "muon"}, ["expert_parallel"]),
+        ({"optimizer": "muon", "zero_stage": 1}, ["zero_stage"]),
+        ({"zero_stage": 3}, ["optimizer"]),
+    ],
+)
+def test_experts_are_divided_where_that_goes(changes: dict[str, Any], ways: list[str]) -> None:
+    config = LearnerConfig(checkpointing="layers", ranks=4, **changes)
+    _, *told = ways_out(70, False, config, experts=True)
+    assert [text.split("learner.")[1].split("=")[0].split()[0] for text in told] == ways
+
+
 def test_other_errors_pass() -> None:
     with (
         pytest.raises(KeyError),
