@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from farhorizon.configs.errors import RunFailed
-from farhorizon.configs.schema import LearnerConfig
+from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig
 from farhorizon.policy import Policy, PolicyConfig, moe
+from farhorizon.rl.algorithms import make_algorithm
+from farhorizon.rl.learner import Learner
 from farhorizon.rl.memory import enough_memory, ways_out
 from farhorizon.rl.types import MicroBatch, Share
 
@@ -60,6 +63,22 @@ def test_what_is_set_already_is_no_way_out() -> None:
         "lower context: one sequence has 70 tokens",
         "raise learner.zero_stage above 1",
     ]
+
+
+@pytest.mark.usefixtures("only_rank")
+def test_the_output_head_sees_trained_tokens_alone() -> None:
+    """C26: 100 trained tokens of 400."""
+    policy = Policy(PolicyConfig.tiny(vocab_size=64, hidden_size=32, num_hidden_layers=2))
+    rows: list[int] = []
+    policy.lm_head.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    (whole,) = share(0, 150, 400).micro_batches
+    mask = np.zeros(400, np.bool_)
+    mask[30:80] = mask[350:] = True
+    given = Share((replace(whole, loss_mask=mask),), 100, 2)
+    learner = Learner(policy, LearnerConfig(), temperature=1.0)
+    learner.update([given], make_algorithm(AlgorithmConfig()).loss)
+    learner.evaluate(given)
+    assert rows == [100, 100]
 
 
 @pytest.mark.parametrize(
