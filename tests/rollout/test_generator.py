@@ -312,6 +312,4 @@ def test_memory_that_does_not_suffice_names_the_layer_and_a_way_out() -> None:
         generator.step()
     told = str(caught.value)
     assert told.startswith("rollout: the GPU's memory does not suffice for 1.50 GiB in model (")
-        "rollout: the GPU's memory does not suffice for 1.50 GiB in model (policy"
-    )
     assert "lower rollout.concurrency" in told and "\n" not in told
