@@ -84,6 +84,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "ranks": _ONE,
         "threads": _THREADS,
         "gpus": _SHARE,
+        "expert_parallel": _ONE,
         "micro_batch_tokens": _ONE,
         "minibatches": _ONE,
         "threshold_decay": _Range(0, 1, half=True),
@@ -212,6 +213,7 @@ def check_bounds(config: Any) -> None:
             _check_shared_gpu(prefix, part)
         if isinstance(part, schema.LearnerConfig):
             _check_decay(prefix, part)
+            _check_experts(prefix, part)
     if isinstance(config, schema.TrainConfig) and config.learner.dtype != "float32":
         raise UserError(
             f"learner.dtype={config.learner.dtype} must be float32 in train: rollout computes in "
@@ -224,6 +226,24 @@ def _check_decay(prefix: str, part: schema.LearnerConfig) -> None:
         raise UserError(
             f"{prefix}threshold_decay={part.threshold_decay:g} is of {prefix}thresholds=ema, which "
             f"is {part.thresholds}; leave one of them out"
+        )
+
+
+def _check_experts(prefix: str, part: schema.LearnerConfig) -> None:
+    name = f"{prefix}expert_parallel={part.expert_parallel}"
+    if part.ranks % part.expert_parallel:
+        raise UserError(f"{name} must divide {prefix}ranks={part.ranks}")
+    if part.expert_parallel == 1:
+        return
+    if part.zero_stage == 3:
+        raise UserError(
+            f"{name} does not go with {prefix}zero_stage=3, which cuts experts over all ranks "
+            f"already; set {prefix}zero_stage=2, or leave {prefix}expert_parallel out"
+        )
+    if part.zero_stage > 0 and part.optimizer == "muon":
+        raise UserError(
+            f"{name} with {prefix}optimizer=muon wants {prefix}zero_stage=0, which is "
+            f"{part.zero_stage}; set that, or {prefix}optimizer=adamw"
         )
 
 

@@ -97,6 +97,7 @@ class LearnerConfig:
     threads: int = 1  # torch threads per rank; 0 keeps torch's default
     gpus: float = 0.0  # share of a GPU that each rank reserves, 1 if several; 0 stays on the CPU
     zero_stage: Literal[0, 1, 2, 3] = 0
+    expert_parallel: int = 1  # ranks over which the experts of each layer are divided
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 = torch autocast, fp32 masters
     micro_batch_tokens: int = 8192
     checkpointing: Literal["none", "layers"] = "none"  # layers: backward computes them again

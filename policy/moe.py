@@ -22,6 +22,7 @@ from ..kernels.moe.histogram import balanced
 from .attention import RMSNorm
 from .config import PolicyConfig
 from .joint import each, split_joint, trained
+from .spread import spread_experts
 from .thresholds import TRACK, ThresholdRule
 
 
@@ -148,13 +149,15 @@ def max_over_mean(load: torch.Tensor) -> torch.Tensor:
 
 
 class Experts(nn.Module):
-    """Weights of all routed experts: ``w1, w3 [E, I, D]`` (gate, up), ``w2 [E, D, I]`` (down)."""
+    """Weights of all routed experts: ``w1, w3 [E, I, D]`` (gate, up), ``w2 [E, D, I]`` (down); of
+    some, where a ``group`` of ranks holds the others."""
 
     def __init__(self, num_experts: int, width: int, inner: int) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(num_experts, inner, width))
         self.w2 = nn.Parameter(torch.empty(num_experts, width, inner))
         self.w3 = nn.Parameter(torch.empty(num_experts, inner, width))
+        self.group: Any = None
 
 
 class LatentMoE(nn.Module):
@@ -197,7 +200,11 @@ class LatentMoE(nn.Module):
         dense = False if self.gate.collecting else None
         if self.scaling != 1.0:
             weights = weights * self.scaling
-        out = grouped_experts(z, w1, w2, w3, experts, weights, self.activation, dense)
+        routed = (z, w1, w2, w3, experts, weights, self.activation)
+        if self.experts.group is None:
+            out = grouped_experts(*routed, dense)
+        else:
+            out = spread_experts(*routed, self.experts.group)
         if self.latent:
             if self.latent_norm:
                 out = self.routed_expert_norm(out)

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 from ..configs.schema import LearnerConfig
 from ..policy.weights import WeightManifest
+from .divided import Divided, check_divided
 from .gradients import grad_norm, part_norms, parts_of
 from .optimizer import (
-    is_vector,
     lay_out,
     make_optimizer,
     moment_keys,
@@ -43,9 +43,9 @@ from .optimizer import (
     optimized,
     uses_muon,
 )
+from .settings import deepspeed_config
 
 GATHER_BYTES = 256 << 20  # full tensors held at once while shards are gathered
-BUCKET_ELEMENTS = 50_000_000  # gradients reduced at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,9 @@ class Engine:
         self.applied_steps = 0
         # The names are taken before ZeRO 3 replaces the tensors by shards.
         self.manifest = WeightManifest.of(policy.state_dict())
+        check_divided(policy, config.expert_parallel)
+        group_name = f"ep_size_{config.expert_parallel}"  # as DeepSpeed calls it
+        self._divided = Divided(policy, self._expert_group(group_name), group_name)
         self._parameters = {n: p for n, p in policy.named_parameters() if p.requires_grad}
         self._parts = {n: p for n, p in parts_of(policy).items() if n in self._parameters}
         muon = config.optimizer == "muon"
@@ -134,13 +137,34 @@ class Engine:
             deepspeed.utils.set_z3_leaf_modules(policy, leaves)
         self._engine: Any = deepspeed.initialize(
             model=policy,
-            optimizer=make_optimizer(self._parameters, config),
-            config=_deepspeed_config(self._parameters, config),
+            optimizer=make_optimizer(self._parameters, config, self._divided.names, group_name),
+            config=deepspeed_config(self._parameters, config),
             dist_init_required=False,
         )[0]
         self.device: torch.device = torch.device(self._engine.device)
         if config.optimizer == "muon":
             lay_out(self._engine, self.stage, policy)
+
+    def _expert_group(self, name: str) -> Any:
+        """The ranks over which experts are divided, None if they are not. DeepSpeed finds out about
+        them by a module of its own kind, which here does nothing."""
+        if self.config.expert_parallel == 1:
+            return None
+        import deepspeed
+        from deepspeed.moe.layer import MoE
+        from deepspeed.utils import groups
+
+        class Marker(MoE):
+            def __init__(self) -> None:
+                nn.Module.__init__(self)
+                self.num_experts = 1
+
+            def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None: ...
+
+        self.policy.add_module("divided", Marker())
+        deepspeed.init_distributed(dist.get_backend(), dist_init_required=False)
+        groups._create_expert_and_data_parallel(self.config.expert_parallel)
+        return groups._get_expert_parallel_group(name)
 
     def forward(self, *args: Any, last: bool, **kwargs: Any) -> Any:
         """Forward of the policy; ``last`` marks the last micro-batch of an optimizer step."""
@@ -154,8 +178,11 @@ class Engine:
     @torch.no_grad()
     def step(self) -> StepResult:
         """Clip and apply the accumulated gradient, or drop it when it is not finite."""
-        norm = grad_norm(self._engine, self.stage, self._parameters)
-        parts = part_norms(self._engine, self.stage, self._parameters, self._parts, self.all_reduce)
+        norm = grad_norm(self._engine, self.stage, self._parameters, self._divided)
+        parts = part_norms(
+            *(self._engine, self.stage, self._parameters, self._parts),
+            *(self._divided, self.all_reduce),
+        )
         bad = None if math.isfinite(norm) else self._first_bad_tensor()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = self.scheduled_lr() * group["lr_factor"]
@@ -217,7 +244,7 @@ class Engine:
         for names in self._chunks():
             with self._whole([live[name] for name in names]):
                 for name in names:
-                    yield name, live[name].detach()
+                    yield name, self._divided.whole(name, live[name].detach())
 
     @property
     def moment_names(self) -> list[str]:
@@ -238,7 +265,7 @@ class Engine:
                 else:
                     value = safe_get_full_optimizer_state(parameter, key)
                 assert value is not None, name
-                yield f"{name}:{key}", value
+                yield f"{name}:{key}", self._divided.whole(name, value)
 
     @torch.no_grad()
     def restore(
@@ -255,7 +282,7 @@ class Engine:
         self._make_moments()
         for name, parameter in self._parameters.items():
             for key in self._moments[name]:
-                value = moments[f"{name}:{key}"].to(self.device)
+                value = self._divided.own(name, moments[f"{name}:{key}"]).to(self.device)
                 if self.stage == 0:
                     self._engine.optimizer.state[parameter][key].copy_(value)
                 else:
@@ -280,7 +307,7 @@ class Engine:
         live = dict(self.policy.named_parameters(remove_duplicate=False))
         live |= dict(self.policy.named_buffers(remove_duplicate=False))
         for names in self._chunks():
-            values = {name: state[name].to(self.device) for name in names}
+            values = {n: self._divided.own(n, state[n]).to(self.device) for n in names}
             with self._whole([live[name] for name in names], modify=True):
                 for name in names:
                     live[name].copy_(values[name])
@@ -347,41 +374,12 @@ class Engine:
         """The first parameter whose gradient is not finite, or else the one of largest norm."""
         from deepspeed.utils import safe_get_full_grad
 
-        largest, where = -1.0, ""
+        found: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             gradient = safe_get_full_grad(parameter)
-            if gradient is None:
-                continue
-            size = float(gradient.double().norm())
-            if not math.isfinite(size):
-                return name
-            if size > largest:
-                largest, where = size, name
-        return where
-
-
-def _deepspeed_config(
-    parameters: Mapping[str, nn.Parameter], config: LearnerConfig
-) -> dict[str, Any]:
-    vectors = [p.numel() for p in parameters.values() if is_vector(p)]
-    total = sum(p.numel() for p in parameters.values())
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "zero_allow_untested_optimizer": config.optimizer == "muon",  # ours
-        "gradient_clipping": config.grad_clip if config.zero_stage else 0.0,
-        "steps_per_print": None,
-        "zero_optimization": {
-            "stage": config.zero_stage,
-            "reduce_bucket_size": min(total, BUCKET_ELEMENTS),
-            "allgather_bucket_size": 2 * BUCKET_ELEMENTS,
-            # Norms, gates and depth-mixture queries are read outside of their own modules' forward;
-            # they are small, and stay whole.
-            "stage3_param_persistence_threshold": max(vectors, default=0) + 1,
-        },
-        "torch_autocast": {
-            "enabled": config.dtype == "bfloat16",
-            "dtype": "bfloat16",
-            "lower_precision_safe_modules": [],  # the modules whose gradients would be rounded
-        },
-    }
+            if gradient is not None:
+                found[name] = gradient.double().square().sum()
+        sums = self._divided.pooled([*found], torch.stack([*found.values()])).tolist()
+        sizes = dict(zip(found, sums, strict=True))
+        bad = (name for name, size in sizes.items() if not math.isfinite(size))
+        return next(bad, max(sizes, key=sizes.__getitem__))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..policy.attention import GatedMLA
 from ..policy.kda import KimiDeltaAttention
 from ..policy.moe import LatentMoE, Router
+from .divided import Divided
 
 _KINDS: list[tuple[type[nn.Module], str]] = [
     (LatentMoE, "experts"),  # with their latent projections and the shared ones
@@ -35,11 +36,17 @@ def parts_of(policy: nn.Module) -> dict[str, str]:
     return parts
 
 
-def grad_norm(engine: Any, stage: int, parameters: Mapping[str, nn.Parameter]) -> float:
+def grad_norm(
+    engine: Any, stage: int, parameters: Mapping[str, nn.Parameter], divided: Divided
+) -> float:
     """Norm of the reduced gradient in DeepSpeed's ``engine``, alike on every rank; inf or nan if
-    anything in it is."""
+    anything in it is. A collective under ZeRO, and for parameters that are ``divided``."""
     if stage == 0:
-        gradients = [p.grad for p in parameters.values() if p.grad is not None]
+        found = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        gradients = [*found.values()]
+        if divided.names:
+            norms = torch.stack([g.norm() for g in gradients]).double()
+            return float(divided.pooled([*found], norms.square()).sum().sqrt())
         return float(torch.nn.utils.get_total_norm(gradients, foreach=True))
     optimizer = engine.optimizer
     if stage == 3:
@@ -55,20 +62,21 @@ def part_norms(
     stage: int,
     parameters: Mapping[str, nn.Parameter],
     parts: Mapping[str, str],
+    divided: Divided,
     reduce: Callable[[Sequence[Tensor]], None],
 ) -> dict[str, float]:
     """Norm of the reduced gradient of each part, alike on every rank; under ZeRO ``reduce`` sums
-    over ranks, a collective."""
+    over ranks, a collective, and so are parameters that are ``divided``."""
     names = sorted(set(parts.values()))
-    of: dict[Tensor, int] = {
-        parameter: names.index(parts[name]) for name, parameter in parameters.items()
-    }
+    known: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     pieces = list(_pieces(engine, stage, parameters))
     sums = torch.zeros(len(names), dtype=torch.float64, device=engine.device)
     if pieces:
         norms = torch.stack([gradient.norm() for _, gradient in pieces]).double()
-        index = torch.tensor([of[parameter] for parameter, _ in pieces], device=norms.device)
-        sums.index_add_(0, index, norms.square().to(sums.device))
+        own = [known[parameter] for parameter, _ in pieces]
+        index = torch.tensor([names.index(parts[name]) for name in own], device=norms.device)
+        squares = norms.square() if stage > 0 else divided.pooled(own, norms.square())
+        sums.index_add_(0, index, squares.to(sums.device))
     if stage > 0:
         reduce([sums])
     return dict(zip(names, sums.sqrt().tolist(), strict=True))

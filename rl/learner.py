@@ -147,7 +147,7 @@ class Learner:
     def evaluate(self, share: Share) -> float:
         """Mean negative log-likelihood per trained token over all ranks, in nats."""
         total = torch.zeros(1, dtype=torch.float64, device=self.engine.device)
-        with torch.no_grad():
+        with torch.no_grad(), enough_memory(self.engine.policy, [share], self.config):
             for batch in share.micro_batches:
                 logprobs = self._forward(batch, last=False).logprobs
                 if not batch.padding:

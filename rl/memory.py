@@ -11,6 +11,7 @@ from torch import nn
 from ..configs.errors import RunFailed
 from ..configs.schema import LearnerConfig
 from ..policy.memory import lack
+from ..policy.moe import Experts
 from .types import Share
 
 
@@ -27,20 +28,28 @@ def enough_memory(
         several = any(
             len(batch.cu_seqlens) > 2 for batch in batches if len(batch.input_ids) == tokens
         )
-        ways = "; ".join(ways_out(tokens, several, config))
+        experts = any(isinstance(part, Experts) for part in policy.modules())
+        ways = "; ".join(ways_out(tokens, several, config, experts))
         raise RunFailed(f"learner: {lack(error, policy)}; {ways}") from None
 
 
-def ways_out(tokens: int, several: bool, config: LearnerConfig) -> Iterator[str]:
+def ways_out(
+    tokens: int, several: bool, config: LearnerConfig, experts: bool = False
+) -> Iterator[str]:
     """What to set, the cheapest first, where the largest micro-batch has ``tokens`` of one or of
-    ``several`` sequences."""
+    ``several`` sequences, and the policy perhaps ``experts``."""
     if config.checkpointing == "none":
         yield "set learner.checkpointing=layers, which keeps little of each layer"
     if several:
         yield f"lower learner.micro_batch_tokens: {tokens:,} tokens were computed at once"
     else:
         yield f"lower context: one sequence has {tokens:,} tokens"
-    if config.ranks > 1 and config.zero_stage < 3:
+    muon, divided = config.optimizer == "muon", config.expert_parallel > 1
+    highest = 3 if not divided else 0 if muon else 2  # what goes with divided experts
+    if config.ranks > 1 and config.zero_stage < highest:
         yield f"raise learner.zero_stage above {config.zero_stage}"
-    if config.optimizer == "adamw":
+    fits = config.zero_stage < (1 if muon else 3)
+    if experts and fits and config.ranks > config.expert_parallel:
+        yield f"raise learner.expert_parallel above {config.expert_parallel}"
+    if not muon and not (divided and config.zero_stage):
         yield "learner.optimizer=muon keeps less of each weight"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,16 +87,24 @@ def moment_keys(muon: bool) -> tuple[str, ...]:
 
 
 def make_optimizer(
-    parameters: Mapping[str, nn.Parameter], config: LearnerConfig
+    parameters: Mapping[str, nn.Parameter],
+    config: LearnerConfig,
+    divided: Collection[str] = (),
+    group_name: str = "",
 ) -> torch.optim.AdamW:
-    """The optimizer of the settings, before any engine replaces tensors by shards."""
+    """The optimizer of the settings, before any engine replaces tensors by shards.
+
+    Parameters named in ``divided`` are in groups of their own, marked as DeepSpeed wants it with
+    its ``group_name`` of the ranks that hold the same ones.
+    """
     muon = config.optimizer == "muon"
     check_lr_factors(parameters, config)
-    sides: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
+    sides: dict[tuple[bool, bool, float, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         # without any decay one group: half the collectives in ZeRO
         decayed = config.weight_decay > 0 and decays(name, parameter)
-        side = muon and uses_muon(name, parameter), decayed, lr_factor(name, config)
+        by_muon, apart = muon and uses_muon(name, parameter), name in divided
+        side = by_muon, decayed, lr_factor(name, config), apart
         sides.setdefault(side, []).append(parameter)
     groups: list[dict[str, Any]] = [
         {
@@ -104,8 +112,9 @@ def make_optimizer(
             "weight_decay": config.weight_decay if decayed else 0.0,
             "lr_factor": factor,
             **({"muon": by_muon} if muon else {}),
+            **({"moe": True, "name": group_name} if apart else {}),
         }
-        for (by_muon, decayed, factor), members in sorted(
+        for (by_muon, decayed, factor, apart), members in sorted(
             sides.items(), key=lambda side: side[0], reverse=True
         )
     ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..policy import DecodeState, Policy
 from ..policy.decode import takes_steps
 from ..policy.images import Placed
+from .memory import enough_memory
 from .routes import RouteLog
 from .rows import ROW, Opening
 from .sampler import checked, sample
@@ -157,7 +158,7 @@ class NativeGenerator:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
-        with self.exclusive():
+        with self.exclusive(), enough_memory(self.policy):
             if self._flight is not None:
                 return self._land(self._flight)
             self._place()

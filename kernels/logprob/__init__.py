@@ -9,7 +9,7 @@ from ..precision import product_dtype
 
 __all__ = ["naive_token_logprobs", "token_logprobs"]
 
-BLOCK_ELEMENTS = 1 << 26  # logits held at once: 256 MiB in fp32
+BLOCK_ELEMENTS = 1 << 25  # logits of a block: 128 MiB in fp32, of which backward has seven
 
 
 def naive_token_logprobs(
@@ -33,9 +33,10 @@ def token_logprobs(
     """Log-prob of each target and entropy of the distribution softmax(hidden lm_head^T / T).
 
     ``hidden [T, D]``, ``lm_head [V, D]``, ``targets [T]`` -> two fp32 ``[T]`` (fp64 for fp64), in
-    nats. Give the rows that count and no others. At most ``block_elements`` logits exist at a time,
-    in backward too: fewer take less memory, and more passes over the gradients. By default they are
-    256 MiB in fp32, and 640 MiB in the kernels below. ValueError names a shape that does not fit, a
+    nats. Give the rows that count and no others. Logits are made ``block_elements`` at a time, in
+    backward too, where up to seven tensors of that size exist: fewer take less memory, and more
+    passes over the gradients. By default a block is 128 MiB in fp32; in the kernels below it is
+    640 MiB, and exists once. ValueError names a shape that does not fit, a
     temperature that is not positive, and on the CPU a target outside of the vocabulary.
 
     On a GPU products of 16 bits, hidden's own or autocast's, run through Triton kernels: logits are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,17 +77,45 @@ def grouped_experts(
         every = torch.bmm(inner, w2.transpose(1, 2))  # [E, T, D]
         chosen = every[experts, torch.arange(tokens, device=x.device)[:, None]]
     else:
-        flat = experts.flatten()
-        order = flat.argsort(stable=True)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        sizes = torch.bincount(flat, minlength=num_experts).tolist()
-        routed = _Dispatch.apply(x, order // k, back.view(tokens, k)).split(sizes)
+        order, place, sizes = expert_order(experts, num_experts)
+        routed = _Dispatch.apply(x, order // k, place).split(sizes.tolist())
         outputs = [
             F.linear(_activate(F.linear(rows, a), F.linear(rows, c), activation), b)
             for rows, a, b, c in zip(routed, w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
         ]
-        return _Combine.apply(torch.cat(outputs), weights, order, back.view(tokens, k))
+        return _Combine.apply(torch.cat(outputs), weights, order, place)
     return torch.bmm(weights.to(chosen.dtype)[:, None], chosen)[:, 0]
+
+
+def in_expert_order(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    outputs: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """`grouped_experts` by a function that computes the experts, wherever they are.
+
+    ``outputs`` gets rows ``[T k, D]`` in the order of their experts, their weights ``[T k, 1]`` and
+    how many rows each expert has, int64 ``[E]``; it gives as many rows times their weights, of
+    which nothing is kept.
+    """
+    order, place, sizes = expert_order(experts, num_experts)
+    source = order // experts.shape[1]
+    rows = _Dispatch.apply(x, source, place)
+    return _Collect.apply(outputs(rows, weights.view(-1, 1)[order], sizes), source, place)
+
+
+def expert_order(
+    experts: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Routes ``[T k]`` in the order of their experts, the place ``[T, k]`` of each, and how many an
+    expert has, ``[E]``."""
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
+    places = torch.arange(len(order), device=flat.device)
+    back = torch.empty_like(order).scatter_(0, order, places)
+    return order, back.view(experts.shape), torch.bincount(flat, minlength=num_experts)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -106,11 +135,25 @@ class _Dispatch(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *upstream: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        first, *others = ctx.saved_tensors[0].unbind(1)
-        dx = widen(upstream[0].index_select(0, first))
-        for place in others:
-            dx += upstream[0].index_select(0, place)
-        return dx.to(upstream[0].dtype), None, None
+        return _summed(upstream[0], ctx.saved_tensors[0]), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The way back of `_Dispatch`: of every token the sum of its rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, source: torch.Tensor, place: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(source)
+        return _summed(rows, place)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *upstream: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        return upstream[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -143,6 +186,15 @@ class _Combine(torch.autograd.Function):
         pull = upstream[0].index_select(0, order // place.shape[1])
         along = (pull * outputs).sum(-1, dtype=weights.dtype)
         return pull.mul_(scales[:, None]), along[place], None, None
+
+
+def _summed(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """``sum_j rows[place[t, j]]``, in order and in fp32 or wider."""
+    first, *others = place.unbind(1)
+    out = widen(rows.index_select(0, first))
+    for other in others:
+        out += rows.index_select(0, other)
+    return out.to(rows.dtype)
 
 
 def _activate(

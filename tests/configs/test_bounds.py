@@ -53,6 +53,11 @@ def test_defaults_are_within_bounds(schema: type) -> None:
         (TrainConfig, "learner.gpus=2", "learner.gpus=2.0 must be between 0 and 1"),
         (TrainConfig, "rollout.gpus=-0.5", "rollout.gpus=-0.5 must be between 0 and 1"),
         (SftConfig, "gpus=1.5", "gpus=1.5 must be between 0 and 1"),
+        (
+            TrainConfig,
+            "learner.expert_parallel=2",
+            "learner.expert_parallel=2 must divide learner.ranks=1",
+        ),
         (TrainConfig, "learner.ranks=0", "learner.ranks=0 must be at least 1"),
         (TrainConfig, "algorithm.clip_low=0", "algorithm.clip_low=0.0 must be above 0"),
         (
@@ -153,3 +158,21 @@ def test_ranks_do_not_share_a_gpu(schema: type, prefix: str) -> None:
 def test_greedy_evaluation_and_no_visible_context_are_allowed() -> None:
     config = load_config(EvalConfig, None, ENV)
     check_bounds(override_config(config, ["rollout.temperature=0", "visible_context=null"]))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("learner.zero_stage=3", "learner.expert_parallel=2 does not go with learner.zero_stage=3"),
+        (
+            "learner.optimizer=muon",
+            "learner.expert_parallel=2 with learner.optimizer=muon wants learner.zero_stage=0",
+        ),
+    ],
+)
+def test_divided_experts_name_what_they_do_not_go_with(more: str, message: str) -> None:
+    given = ["learner.ranks=4", "learner.expert_parallel=2", "learner.zero_stage=1"]
+    check_bounds(load_config(TrainConfig, None, [*BASE[TrainConfig], *given]))
+    with pytest.raises(UserError) as error:
+        check_bounds(load_config(TrainConfig, None, [*BASE[TrainConfig], *given, more]))
+    assert str(error.value).startswith(message) and "set " in str(error.value)

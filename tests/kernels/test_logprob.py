@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from farhorizon.kernels.logprob import naive_token_logprobs, token_logprobs
+from farhorizon.kernels.logprob import BLOCK_ELEMENTS, naive_token_logprobs, token_logprobs
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(1.0, -0.407606), (0.5, -0.142932)])
@@ -31,6 +36,57 @@ def test_row_blocks_change_nothing():
         results.append([value, entropy, *torch.autograd.grad(loss, [hidden, head])])
     for got, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, expected)
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that tensors made inside take at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.bytes += size
+            self.most = max(self.most, self.bytes)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.bytes -= size
+
+
+def test_blocks_of_logits_do_not_live_on():
+    """C26: forward and backward hold at most seven tensors of a block beside what has the size of
+    inputs, of twice as many tokens too; all logits at once take more. By default those seven are
+    less than 4 times 512 rows of 163,840 words in fp32, 1.25 GiB."""
+    vocab, width, rows = 4096, 4, 16
+    block, head = 4 * rows * vocab, 4 * vocab * width
+
+    def most(tokens: int, form: Callable[..., Any]) -> int:
+        torch.manual_seed(0)
+        inputs = torch.randn(tokens, width), torch.randn(vocab, width)
+        leaves = [part.requires_grad_() for part in inputs]
+        with Live() as live:
+            value, entropy = form(*leaves, torch.zeros(tokens, dtype=torch.long))
+            torch.autograd.grad(value.sum() + entropy.sum(), leaves)
+        return live.most
+
+    in_blocks = partial(token_logprobs, block_elements=rows * vocab)
+    first, second = (most(tokens, in_blocks) for tokens in (512, 1024))
+    assert block < first < 7 * block + head and second < 1.05 * first
+    assert 7 * 4 * BLOCK_ELEMENTS < 4 * 512 * 163_840 * 4
+    assert most(512, naive_token_logprobs) > 2 * 512 // rows * block
 
 
 def test_temperature_zero_is_refused():

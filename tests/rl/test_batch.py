@@ -19,6 +19,8 @@ from farhorizon.envs.types import StopReason
 from farhorizon.rl.advantages import group_relative
 from farhorizon.rl.algorithms import Algorithm, make_algorithm
 from farhorizon.rl.batch import deal, samples_of_groups, samples_of_text, shares
+from farhorizon.rl.losses import nll, value_loss
+from farhorizon.rl.penalties import kl_loss
 from farhorizon.rl.shaping import Shaping
 from farhorizon.rl.types import MicroBatch, Sample
 from farhorizon.rollout.types import Group, Segment, Trajectory
@@ -210,6 +212,32 @@ def test_ranks_without_data_get_padding_that_trains_nothing() -> None:
     assert not second.micro_batches[0].loss_mask.any()
     assert first.denominator == second.denominator == 4
     assert shares([], 2, 100)[0].denominator == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mean_over_tokens_is_not_one_of_micro_batches(ranks: int) -> None:
+    """C02: 2 tokens of loss 1 and 6 of loss 0, a sequence per micro-batch, are 0.25 and not 0.5, of
+    the policy's loss, the critic's, and the KL; so is the gradient of what scales them."""
+    made = shares([sample(0, 3), sample(1, 7)], ranks, 1)
+    totals = torch.zeros(3)
+    scale = torch.ones(3, requires_grad=True)
+    for share in made:
+        for batch in share.micro_batches:
+            mask, ids = torch.from_numpy(batch.loss_mask), torch.from_numpy(batch.sequence_ids)
+            own = {"mask": mask, "denominator": share.denominator}
+            one, none = (ids == 0).float(), torch.zeros(len(ids))
+            away = -(2**0.5) * one  # values are learned from half the square
+            parts = [
+                nll(-one * scale[0], none, none, sequence_ids=ids, **own),
+                value_loss(away * scale[1], none, none, **own, clip=None),
+                kl_loss(one * scale[2], none, **own, estimator="k1", gradient="own"),
+            ]
+            loss = torch.stack([part.loss for part in parts])
+            loss.sum().backward()
+            totals += loss.detach()
+    assert sorted(len(share.micro_batches) for share in made) == ([2] if ranks == 1 else [1, 1])
+    assert totals.tolist() == pytest.approx([0.25] * 3)
+    assert scale.grad is not None and scale.grad.tolist() == pytest.approx([0.25, 0.5, 0.25])
 
 
 def test_minibatches_keep_siblings_together() -> None:

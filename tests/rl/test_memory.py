@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from farhorizon.configs.errors import RunFailed
-from farhorizon.configs.schema import LearnerConfig
+from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig
 from farhorizon.policy import Policy, PolicyConfig, moe
+from farhorizon.rl.algorithms import make_algorithm
+from farhorizon.rl.learner import Learner
 from farhorizon.rl.memory import enough_memory, ways_out
 from farhorizon.rl.types import MicroBatch, Share
 
@@ -60,6 +63,39 @@ def test_what_is_set_already_is_no_way_out() -> None:
         "lower context: one sequence has 70 tokens",
         "raise learner.zero_stage above 1",
     ]
+
+
+@pytest.mark.usefixtures("only_rank")
+def test_the_output_head_sees_trained_tokens_alone() -> None:
+    """C26: 100 trained tokens of 400."""
+    policy = Policy(PolicyConfig.tiny(vocab_size=64, hidden_size=32, num_hidden_layers=2))
+    rows: list[int] = []
+    policy.lm_head.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    (whole,) = share(0, 150, 400).micro_batches
+    mask = np.zeros(400, np.bool_)
+    mask[30:80] = mask[350:] = True
+    given = Share((replace(whole, loss_mask=mask),), 100, 2)
+    learner = Learner(policy, LearnerConfig(), temperature=1.0)
+    learner.update([given], make_algorithm(AlgorithmConfig()).loss)
+    learner.evaluate(given)
+    assert rows == [100, 100]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ways"),
+    [
+        ({}, ["zero_stage", "expert_parallel", "optimizer"]),
+        ({"expert_parallel": 2}, ["zero_stage", "expert_parallel", "optimizer"]),
+        ({"expert_parallel": 4, "zero_stage": 2}, []),
+        ({"expert_parallel": 2, "optimizer": "muon"}, ["expert_parallel"]),
+        ({"optimizer": "muon", "zero_stage": 1}, ["zero_stage"]),
+        ({"zero_stage": 3}, ["optimizer"]),
+    ],
+)
+def test_experts_are_divided_where_that_goes(changes: dict[str, Any], ways: list[str]) -> None:
+    config = LearnerConfig(checkpointing="layers", ranks=4, **changes)
+    _, *told = ways_out(70, False, config, experts=True)
+    assert [text.split("learner.")[1].split("=")[0].split()[0] for text in told] == ways
 
 
 def test_other_errors_pass() -> None:

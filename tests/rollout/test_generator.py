@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from farhorizon.configs.errors import RunFailed
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.rollout.generator import NativeGenerator
 from farhorizon.rollout.sampler import sample, stream_key
@@ -295,3 +296,20 @@ def test_a_waiting_thread_gets_in_between_steps(policy: Policy) -> None:
         assert number < 50, "the stepping thread starved the waiting one"
     thread.join()
     assert entered.is_set()
+
+
+def test_memory_that_does_not_suffice_names_the_layer_and_a_way_out() -> None:
+    policy = Policy(PolicyConfig.tiny(vocab_size=24, hidden_size=32, num_hidden_layers=2))
+    text = "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 80 GiB."
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError(text)
+
+    policy.model.layers[1].register_forward_pre_hook(full)
+    generator = NativeGenerator(policy)
+    generator.open(np.array([5, 6]), [1], PARAMS)
+    with pytest.raises(RunFailed) as caught:
+        generator.step()
+    told = str(caught.value)
+    assert told.startswith("rollout: the GPU's memory does not suffice for 1.50 GiB in model (")
+    assert "lower rollout.concurrency" in told and "\n" not in told
