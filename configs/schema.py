@@ -69,7 +69,8 @@ class AlgorithmConfig:
     credit: Literal["trajectory", "turn", "step"] | None = None  # whose reward a token answers for
     overlong: int | None = None  # sampled tokens of a trajectory that cost 1 of its reward
     overlong_buffer: int | None = None  # tokens below over which that grows; a fifth of overlong
-    budget: int | None = None  # sampled tokens of a trajectory above which its reward is -1
+    budget: int | None = None  # sampled tokens above which a reward is -1, if its task says none
+    efforts: dict[str, float] = field(default_factory=dict)  # kind of task: factor on its budget
     length_reward: float = 0.0  # coefficient of a reward for being shorter than one's siblings
     extra_rounds: int = 0  # of rollout per step, while fewer than groups_per_step groups teach
     kl: float = 0.0  # coefficient of the KL to the reference policy; 0 loads none

@@ -16,7 +16,7 @@ from . import advantages, corrections, losses, penalties
 from .aggregation import Aggregation, token_weights
 from .credit import Credit
 from .critic import Critic
-from .shaping import Shaping
+from .shaping import UNSHAPED, Shaping
 from .types import LossOutput
 
 AdvantageFunction = Callable[[Tensor, Tensor], Tensor]  # rewards [N], group ids [N] -> [N]
@@ -148,7 +148,7 @@ class Algorithm:
     critic: Critic | None = None
     pull: penalties.Pull | None = None
     credit: Credit = "trajectory"
-    shaping: Shaping | None = None
+    shaping: Shaping = UNSHAPED
     flat: Flat = "left_out"
     compares: bool = True
 
@@ -267,7 +267,7 @@ def _pull(config: AlgorithmConfig) -> penalties.Pull | None:
     return penalties.Pull(config.kl, where or "loss", estimator or usual, gradient or "right")
 
 
-def _shaping(config: AlgorithmConfig) -> Shaping | None:
+def _shaping(config: AlgorithmConfig) -> Shaping:
     limit, buffer, budget = config.overlong, config.overlong_buffer, config.budget
     if limit is None and buffer is not None:
         raise UserError(
@@ -284,9 +284,7 @@ def _shaping(config: AlgorithmConfig) -> Shaping | None:
                 f"algorithm.overlong={limit} would have no effect: above algorithm.budget={budget} "
                 "rewards are -1 already; leave one of them out"
             )
-    if limit is None and budget is None and config.length_reward == 0:
-        return None
-    return Shaping(config.length_reward, limit, buffer or 1, budget)
+    return Shaping(config.length_reward, limit, buffer or 1, budget, config.efforts)
 
 
 LENGTH = 1024  # tokens that the mean over a constant divides by, unless the config says otherwise

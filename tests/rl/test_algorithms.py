@@ -45,10 +45,11 @@ NUMBERS = {
     **{"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.5, "tau": 0.3, "entropy": 0.1},
     **{"gamma": 0.9, "lam": 0.5, "value_coefficient": 0.3, "value_clip": 0.05, "kl": 0.1},
     **{"overlong": 6, "overlong_buffer": 5, "budget": 4, "length_reward": 0.5},
-    **{"tau_pos": 2.0, "tau_neg": 3.0},
+    **{"tau_pos": 2.0, "tau_neg": 3.0, "efforts": "{low: 0.5}"},
 }
 NEEDS = {
     "overlong_buffer": ["overlong=6"],
+    "efforts": ["budget=8"],
     "kl_in": ["kl=0.1"],
     "kl_estimator": ["kl=0.1"],
     "kl_gradient": ["kl=0.1"],
@@ -75,6 +76,7 @@ def episodes() -> list[Group]:
             trajectory("a" if i < 3 else "b", i, sum(rewards), *(given([1]), sampled([2] * (i + 1)))
             * 2),
             turn_rewards=rewards,
+            kind="low",
         )
         for i, rewards in enumerate(own)
     ]  # fmt: skip
@@ -177,7 +179,7 @@ def test_lengths_that_exclude_each_other_are_refused() -> None:
     assert allowed("dapo", "overlong=20", "budget=16") is None
     assert allowed("dapo", "overlong=20", "budget=17") is not None
     assert make_algorithm(AlgorithmConfig(overlong=100)).shaping == Shaping(limit=100, buffer=20)
-    assert make_algorithm(AlgorithmConfig()).shaping is None
+    assert make_algorithm(AlgorithmConfig()).shaping == Shaping()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import override_config
 from farhorizon.configs.schema import AlgorithmConfig
 from farhorizon.envs.types import StopReason
@@ -267,4 +268,29 @@ def test_shaped_rewards_make_groups_and_belong_to_the_last_turn(critic: bool) ->
         assert second.rewards.tolist() == [0, 0, 0, 0.5, 0, 0, 0, -1.5]
     else:
         assert {*first.advantages} == {0.0, 1.0} and {*second.advantages} == {0.0, -1.0}
-    assert "reward_shaping" not in samples_of_groups([pair], group_relative)[1].metrics()
+    assert stats.metrics()["over_budget"] == 1
+    without = samples_of_groups([pair], group_relative)[1].metrics()
+    assert not {"reward_shaping", "over_budget"} & set(without)
+
+
+def test_a_task_has_its_own_budget_and_failures_are_not_over_it() -> None:
+    """Two sampled tokens each; budgets 1, 3 and 4 of the tasks, and 0.5 * 3 of the run for low."""
+    made = [trajectory("t", i, 1.0) for i in range(4)] + [trajectory("t", 4, None)]
+    own = [(1, ""), (3, ""), (4, "low"), (None, "low"), (1, "")]
+    members = tuple(
+        replace(t, budget=budget, kind=kind) for t, (budget, kind) in zip(made, own, strict=True)
+    )
+    shape = Shaping(budget=3, efforts={"low": 0.5})
+    (kept,), stats = samples_of_groups([Group("t", members)], group_relative, shaping=shape)
+    assert [s.advantages[-1] for s in kept] == [-1.0, 1.0, 1.0, -1.0]
+    assert (stats.over_budget, stats.shaping, stats.reward_mean) == (2, -1.0, 1.0)
+    alone = samples_of_groups([Group("t", members[1:2])], group_relative)[1]
+    assert (alone.over_budget, alone.shaping) == (0, 0.0)  # within what its task allows
+
+
+def test_efforts_without_a_budget_are_refused() -> None:
+    pair, shape = group("t", [1.0, 0.0]), Shaping(efforts={"low": 0.5})
+    with pytest.raises(UserError, match=r"^algorithm\.efforts=.*no task has a budget; set "):
+        samples_of_groups([pair], group_relative, shaping=shape)
+    failed = samples_of_groups([group("t", [None])], group_relative, shaping=shape)[1]
+    assert failed.over_budget is None  # nothing is known of what could not be built
