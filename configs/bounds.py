@@ -76,6 +76,9 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "budget": _ONE,
         "efforts": _FACTOR,
         "length_reward": _Range(0, _MOST),
+        "distill": _Range(0, _MOST),
+        "distill_bound": _FACTOR,
+        "reward_weight": _Range(0, _MOST),
         "extra_rounds": _ANY,
         "kl": _Range(0, _MOST),
         "correction_low": _Range(0, 1),
@@ -105,6 +108,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "canary_tokens": _Range(2),
         "canary_tolerance": _POSITIVE,
     },
+    schema.TeacherConfig: {"weight": _FACTOR},
     schema.TrainConfig: {
         "seed": _SEED,
         "steps": _ONE,

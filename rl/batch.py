@@ -259,6 +259,7 @@ def _sample(number: int, trajectory: Trajectory, advantages: np.ndarray) -> Samp
         advantages=np.where(mask, of_tokens, 0).astype(np.float32),
         images=tuple(image for image in trajectory.images if image.start < end),
         routes=None if routes is None else routes.first(end),
+        kind=trajectory.kind,
     )
 
 
@@ -315,4 +316,5 @@ def _pack(samples: Sequence[Sample]) -> MicroBatch:
         rewards=np.concatenate(rewards) if rewards else None,
         terminated=np.array([s.terminated for s in samples]) if rewards else None,
         routes=Routes.join([s.routes for s in samples], lengths),
+        kinds=tuple(s.kind for s in samples),
     )

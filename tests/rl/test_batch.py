@@ -92,6 +92,34 @@ def test_failed_episodes_leave_their_group_and_are_counted() -> None:
     assert stats.reward_mean == pytest.approx(2 / 3) and stats.success == pytest.approx(2 / 3)
 
 
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_none_leaves_loss_and_gradient_to_the_others(bad: float | None) -> None:
+    """C22: in the loss of the group too, which is that of its three valid members."""
+    algorithm = make_algorithm(AlgorithmConfig(aggregation="sequence"))
+    seen = []
+    for rewards in ([1.0, bad, 0.0, 1.0], [1.0, 0.0, 1.0]):
+        kept, stats = samples_of_groups([group("t", rewards)], algorithm.advantages)
+        assert stats.without_reward == len(rewards) - 3
+        (share,) = shares(kept[0], 1, 100)
+        (batch,) = share.micro_batches
+        logprobs = torch.tensor(batch.behavior_logprobs, requires_grad=True)
+        loss = algorithm.loss(
+            logprobs,
+            logprobs.detach(),
+            torch.tensor(batch.advantages),
+            torch.tensor(batch.loss_mask),
+            sequence_ids=torch.tensor(batch.sequence_ids),
+            denominator=share.denominator,
+            sequences=share.sequences,
+        ).loss
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        assert loss.isfinite() and gradient.isfinite().all() and gradient.any()
+        seen.append([loss.item(), *gradient.tolist()])
+    assert seen[0] == seen[1]
+    nothing, stats = samples_of_groups([group("t", [bad] * 4)], algorithm.advantages)
+    assert nothing == [] and stats.without_reward == 4
+
+
 def test_groups_without_variance_are_left_out_and_counted() -> None:
     groups = [group("a", [1.0] * 4), group("b", [0.0, 0.0, 1.0]), group("c", [0.0] * 4)]
     kept, stats = samples_of_groups(groups, group_relative)
