@@ -74,7 +74,11 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "overlong": _ONE,
         "overlong_buffer": _ONE,
         "budget": _ONE,
+        "efforts": _FACTOR,
         "length_reward": _Range(0, _MOST),
+        "distill": _Range(0, _MOST),
+        "distill_bound": _FACTOR,
+        "reward_weight": _Range(0, _MOST),
         "extra_rounds": _ANY,
         "kl": _Range(0, _MOST),
         "correction_low": _Range(0, 1),
@@ -105,6 +109,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "canary_tokens": _Range(2),
         "canary_tolerance": _POSITIVE,
     },
+    schema.TeacherConfig: {"weight": _FACTOR},
     schema.TrainConfig: {
         "seed": _SEED,
         "steps": _ONE,
@@ -205,10 +210,11 @@ def check_bounds(config: Any) -> None:
     for prefix, part in _parts(config, ""):
         for key, allowed in _TABLE.get(type(part), {}).items():
             value = attrgetter(key)(part)
-            for number in value if isinstance(value, tuple) else (value,):
+            for name, number in _numbers(key, value):
                 if number is not None and number not in allowed:
                     finite = "" if math.isfinite(number) else "finite and "
-                    raise UserError(f"{prefix}{key}={_text(value)} must be {finite}{allowed}")
+                    shown = number if isinstance(value, dict) else value
+                    raise UserError(f"{prefix}{name}={_text(shown)} must be {finite}{allowed}")
         if isinstance(part, schema.LearnerConfig | schema.SftConfig) and 0 < part.gpus < 1:
             _check_shared_gpu(prefix, part)
         if isinstance(part, schema.LearnerConfig):
@@ -219,6 +225,13 @@ def check_bounds(config: Any) -> None:
             f"learner.dtype={config.learner.dtype} must be float32 in train: rollout computes in "
             "float32, so the log-probs of its samples would not be the learner's"
         )
+
+
+def _numbers(key: str, value: Any) -> list[tuple[str, Any]]:
+    """The numbers of a setting, each with the key that an error names."""
+    if isinstance(value, dict):
+        return [(f"{key}.{name}", number) for name, number in value.items()]
+    return [(key, number) for number in (value if isinstance(value, tuple) else (value,))]
 
 
 def _check_decay(prefix: str, part: schema.LearnerConfig) -> None:

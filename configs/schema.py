@@ -69,8 +69,12 @@ class AlgorithmConfig:
     credit: Literal["trajectory", "turn", "step"] | None = None  # whose reward a token answers for
     overlong: int | None = None  # sampled tokens of a trajectory that cost 1 of its reward
     overlong_buffer: int | None = None  # tokens below over which that grows; a fifth of overlong
-    budget: int | None = None  # sampled tokens of a trajectory above which its reward is -1
+    budget: int | None = None  # sampled tokens above which a reward is -1, if its task says none
+    efforts: dict[str, float] = field(default_factory=dict)  # kind of task: factor on its budget
     length_reward: float = 0.0  # coefficient of a reward for being shorter than one's siblings
+    distill: float = 0.0  # coefficient of the teachers' advantages, per token; 0 loads none
+    distill_bound: float | None = None  # nats that such an advantage has at most, 5 by itself
+    reward_weight: float = 1.0  # of the advantages of rewards; 0 learns from teachers alone
     extra_rounds: int = 0  # of rollout per step, while fewer than groups_per_step groups teach
     kl: float = 0.0  # coefficient of the KL to the reference policy; 0 loads none
     kl_in: Literal["loss", "reward"] | None = None  # the loss by itself
@@ -129,11 +133,21 @@ class SyncConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherConfig:
+    """A policy that `AlgorithmConfig.distill` learns from."""
+
+    policy: str  # checkpoint or run folder
+    kinds: tuple[str, ...] = ()  # of tasks that it teaches, as their environment says; none is all
+    weight: float = 1.0  # beside the other teachers of a task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """An RL run."""
 
     policy: str  # checkpoint folder to start from
     reference: str | None = None  # checkpoint that algorithm.kl pulls towards; None is policy
+    teachers: tuple[TeacherConfig, ...] = ()  # that algorithm.distill learns from
     env: EnvConfig
     output: str = "runs/train"
     seed: int = 0

@@ -52,10 +52,16 @@ class MessageEnv(gymnasium.Env[Observation, str]):
     messages. An episode is a success when its total reward reaches ``success_threshold``:
     `succeeded`. With ``shows_images`` messages may hold images; the policy then needs, and builds,
     its vision tower.
+
+    ``kind`` and ``budget`` say of the episode, after `reset`, what sort of task it is (a domain, a
+    level of effort), by which a run picks teachers and scales budgets, and how many tokens the
+    policy may sample; training takes -1 for the reward of a longer one. None is no limit.
     """
 
     success_threshold: ClassVar[float] = 1.0
     shows_images: ClassVar[bool] = False
+    kind: str = ""
+    budget: int | None = None
 
     observation_space = MessageSpace()
     action_space = spaces.Text(max_length=256, min_length=0, charset=string.printable)
@@ -176,3 +182,21 @@ def checked_threshold(env: MessageEnv) -> float:
             f"{threshold!r:.80} ({type(threshold).__name__})"
         )
     return threshold
+
+
+def check_declared(env: MessageEnv) -> None:
+    """UserError if what an environment says of its episode is not what `MessageEnv` wants."""
+    checked_threshold(env)
+    kind: Any = env.kind
+    budget: Any = env.budget
+    if not isinstance(kind, str):
+        raise UserError(
+            f"environment {type(env).__name__}: kind must be text, got {kind!r:.80} "
+            f"({type(kind).__name__})"
+        )
+    whole = isinstance(budget, int | np.integer) and not isinstance(budget, bool)
+    if budget is not None and not (whole and budget >= 1):
+        raise UserError(
+            f"environment {type(env).__name__}: budget must be a whole number of at least 1, or "
+            f"None, got {budget!r:.80} ({type(budget).__name__})"
+        )

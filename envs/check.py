@@ -9,7 +9,14 @@ from typing import Any, get_args
 import numpy as np
 
 from ..configs.errors import UserError
-from .base import MessageEnv, Observation, Step, checked_threshold, succeeded
+from .base import (
+    MessageEnv,
+    Observation,
+    Step,
+    check_declared,
+    checked_threshold,
+    succeeded,
+)
 from .expert import expert_turns
 from .types import Message, Role, Task
 
@@ -23,10 +30,11 @@ def check_env(
 ) -> None:
     """Play short episodes and close ``env``; the first breach is a one-line `UserError`.
 
-    Checked: the threshold, the types of what ``reset`` and ``step`` return, that only new messages
-    are returned, that a task and its seed fix the episode, that odd text is answered and not
-    raised, that ``expert``, if there is one, succeeds within ``max_steps``, and that ``close`` may
-    be called twice. ``tasks`` is for environments that read a task's messages or metadata.
+    Checked: threshold, kind and budget, the types of what ``reset`` and ``step`` return, that only
+    new messages are returned, that a task and its seed fix the episode, that odd text is answered
+    and not raised, that ``expert``, if there is one, succeeds within ``max_steps``, and that
+    ``close`` may be called twice. ``tasks`` is for environments that read a task's messages or
+    metadata.
     """
     if not isinstance(env, MessageEnv):
         raise UserError(
@@ -62,7 +70,8 @@ class _Checker:
 
     def play(self, task: Task, actions: Sequence[str]) -> list[Any]:
         """Reset, then act until the episode or the actions end; everything that came back."""
-        record: list[Any] = [self.reset(seed=task.seed, options={"task": task})[0]]
+        opening = self.reset(seed=task.seed, options={"task": task})[0]
+        record: list[Any] = [opening, self.env.kind, self.env.budget]
         for action in actions:
             observation, reward, terminated, truncated, _ = self.step(action)
             record.append((observation, reward, terminated or truncated))
@@ -85,6 +94,7 @@ class _Checker:
             self.fail("reset returned no message")
         if not isinstance(info, dict):
             self.fail(f"reset returned info of type {type(info).__name__}, not dict")
+        check_declared(self.env)
         self.seen = observation
         return observation, info
 

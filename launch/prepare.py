@@ -74,11 +74,11 @@ def prepare(config: TrainConfig) -> Run:
     config = replace(
         config, policy=str(policy), output=str(folder), env=resolve_plugins(config.env)
     )
-    config = _with_reference(config)
+    config = _with_teachers(_with_reference(config))
     notes: list[str] = []
     resumed = _find_resumable(config, folder, notes)
     checkpoint = resumed.folder if resumed else Path(config.policy)
-    _check_reference(config, checkpoint)
+    _check_others(config, checkpoint)
     rules = read_config(checkpoint).image_rules
     tokenizer = load_tokenizer(checkpoint)
     check_context(checkpoint, config.context, config.allow_longer_context)
@@ -249,13 +249,39 @@ def _with_reference(config: TrainConfig) -> TrainConfig:
     return config if config.reference is None else replace(config, reference=str(folder))
 
 
-def _check_reference(config: TrainConfig, checkpoint: Path) -> None:
-    """UserError if the reference cannot score what the policy of ``checkpoint`` samples."""
-    folder = config.reference
-    if folder is None:
-        return
-    if read_stage(folder).tokenizer_sha256 != read_stage(checkpoint).tokenizer_sha256:
-        raise UserError(f"reference {folder}: has another tokenizer than policy {config.policy}")
+def _with_teachers(config: TrainConfig) -> TrainConfig:
+    """The config with the folders of the teachers that it names; UserError where there is none."""
+    if config.algorithm.distill == 0:
+        if config.teachers:
+            raise UserError(
+                f"teachers.0.policy={config.teachers[0].policy} would have no effect: it needs "
+                "algorithm.distill above 0"
+            )
+        return config
+    if not config.teachers:
+        raise UserError(
+            f"algorithm.distill={config.algorithm.distill:g} needs teachers; name them: "
+            "teachers=[{policy: FOLDER}]"
+        )
+    found = []
+    for number, teacher in enumerate(config.teachers):
+        try:
+            folder = find_checkpoint(teacher.policy).resolve()
+        except UserError as error:
+            raise UserError(f"teachers.{number}.policy {error}") from None
+        found.append(replace(teacher, policy=str(folder)))
+    return replace(config, teachers=tuple(found))
+
+
+def _check_others(config: TrainConfig, checkpoint: Path) -> None:
+    """UserError if the reference or a teacher cannot score what the policy of ``checkpoint``
+    samples."""
+    others = {f"teachers.{n}.policy": teacher.policy for n, teacher in enumerate(config.teachers)}
+    if config.reference is not None:
+        others["reference"] = config.reference
+    for name, folder in others.items():
+        if read_stage(folder).tokenizer_sha256 != read_stage(checkpoint).tokenizer_sha256:
+            raise UserError(f"{name} {folder}: has another tokenizer than policy {config.policy}")
 
 
 def check_unused(section: str, given: Any, names: Sequence[str], reason: str) -> None:

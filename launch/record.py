@@ -89,6 +89,7 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> dict
     sampled = trajectory.versions[trajectory.versions >= 0]
     return {
         "task": trajectory.task_id,
+        "kind": trajectory.kind,
         "sibling": trajectory.sibling,
         "reward": trajectory.reward,
         "success": trajectory.success,

@@ -130,6 +130,7 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
             config.rollout.temperature,
             run.vision,
             config.reference or config.policy,
+            config.teachers,
         )
         stack.callback(learner.close)
         pool = RolloutPool(

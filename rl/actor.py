@@ -17,9 +17,10 @@ from ray.exceptions import RayError, RayTaskError
 from transformers import PreTrainedTokenizerFast
 
 from ..configs.errors import RunFailed, UserError, last_line, written
-from ..configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
+from ..configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig, TeacherConfig
 from ..policy.checkpoint import load_checkpoint, save_checkpoint
 from ..policy.config import PolicyConfig
+from ..policy.model import Policy
 from ..policy.records import StageRecord
 from ..policy.value import ValueHead
 from ..policy.weights import Publication
@@ -32,6 +33,7 @@ from .learner import Learner
 from .penalties import Pull
 from .publish import publish
 from .reference import Reference
+from .teachers import Distillation, Lesson, Teachers
 from .types import Share, UpdateResult
 
 ACTOR_CPUS = 0.01  # Ray places by this number; the real use is set by ``threads``
@@ -62,9 +64,11 @@ class LearnerActor:
         vision: bool = False,
         critic: bool = False,
         reference: tuple[str, Pull] | None = None,
+        teachers: tuple[Sequence[Lesson], Distillation] | None = None,
     ) -> None:
         """Join the other ranks and build the learner around the policy of ``checkpoint``, which
-        gets a value head for a ``critic`` if it has none, and is pulled to that of ``reference``.
+        gets a value head for a ``critic`` if it has none, is pulled to that of ``reference``, and
+        learns from those of ``teachers``.
         """
         device = "cuda" if self.config.gpus > 0 else "cpu"
         join(self.rank, self.config.ranks, rendezvous, device)
@@ -74,14 +78,14 @@ class LearnerActor:
         if critic and loaded.policy.v_head is None:
             loaded.policy.v_head = ValueHead(self.policy_config.hidden_size)
         policy = loaded.policy.to(torch.device(device))  # type: ignore[arg-type] - Module.to
-        kept = None
+        kept = taught = None
         if reference is not None:
-            folder, pull = reference
-            copy = load_checkpoint(folder, vision=vision).policy
-            copy.v_head = None
-            copy.to(torch.device(device))  # type: ignore[arg-type] - Module.to
-            kept = Reference(copy, pull, temperature)
-        self.learner = Learner(policy, self.config, temperature, kept)
+            kept = Reference(_copy(reference[0], vision, device), reference[1], temperature)
+        if teachers is not None:
+            folders = dict.fromkeys(lesson.folder for lesson in teachers[0])
+            copies = {folder: _copy(folder, vision, device) for folder in folders}
+            taught = Teachers(teachers[0], copies, teachers[1], temperature)
+        self.learner = Learner(policy, self.config, temperature, kept, taught)
 
     def update(
         self, steps: Sequence[Share], loss: LossFunction, decoupled: bool, critic: Critic | None
@@ -128,13 +132,22 @@ class LearnerActor:
         leave()
 
 
+def _copy(folder: str, vision: bool, device: str) -> Policy:
+    """A policy that scores and never learns."""
+    policy = load_checkpoint(folder, vision=vision).policy
+    policy.v_head = None
+    policy.to(torch.device(device))  # type: ignore[arg-type] - Module.to
+    return policy
+
+
 class LearnerGroup:
     """All ranks of a run's learner, used from the driver.
 
     Raises the user's mistakes and failures that a line says all about as they were raised in the
     actor, without Ray's wrapping. The first failure ends all ranks: the others would wait
     for it in a collective. ``vision`` trains the policy's vision tower too. ``reference`` is the
-    checkpoint that an algorithm with a pull stays near, ``checkpoint`` by itself.
+    checkpoint that an algorithm with a pull stays near, ``checkpoint`` by itself; ``teachers`` are
+    those of one that distills.
     """
 
     def __init__(
@@ -147,6 +160,7 @@ class LearnerGroup:
         temperature: float,
         vision: bool = False,
         reference: str | None = None,
+        teachers: Sequence[TeacherConfig] = (),
     ) -> None:
         self.config, self.sync_config = config, sync
         self.algorithm = make_algorithm(algorithm)
@@ -158,7 +172,10 @@ class LearnerGroup:
         critic = self.algorithm.critic is not None
         pull = self.algorithm.pull
         near = None if pull is None else (reference or checkpoint, pull)
-        start = (checkpoint, rendezvous, temperature, vision, critic, near)
+        taught = None
+        if (distillation := self.algorithm.distillation) is not None:
+            taught = [Lesson(t.policy, t.kinds, t.weight) for t in teachers], distillation
+        start = (checkpoint, rendezvous, temperature, vision, critic, near, taught)
         self._starting = [a.start.remote(*start) for a in self.actors]
 
     def ready(self) -> None:

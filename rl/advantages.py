@@ -78,7 +78,8 @@ def distillation(
     """Advantages of tokens from a teacher: how much likelier they are to it, at most ``bound`` up
     or down, without gradient, 0 outside of the mask [T].
 
-    On-policy distillation of K3: clip(log pi_teacher - log pi, -bound, bound).
+    On-policy distillation of K3: clip(log pi_teacher - log pi, -bound, bound). As the advantage of
+    a policy gradient it is minus the gradient of KL(policy || teacher), token by token.
     """
     assert logprobs.ndim == 1 and logprobs.shape == teacher_logprobs.shape == mask.shape
     gap = (teacher_logprobs - logprobs).detach().clamp(-bound, bound)

@@ -16,7 +16,8 @@ from . import advantages, corrections, losses, penalties
 from .aggregation import Aggregation, token_weights
 from .credit import Credit
 from .critic import Critic
-from .shaping import Shaping
+from .shaping import UNSHAPED, Shaping
+from .teachers import Distillation
 from .types import LossOutput
 
 AdvantageFunction = Callable[[Tensor, Tensor], Tensor]  # rewards [N], group ids [N] -> [N]
@@ -139,7 +140,8 @@ class Algorithm:
 
     ``decoupled`` says that the loss wants the log-probs of the policy before the update, ``flat``
     what becomes of groups without an advantage, ``compares`` that siblings are compared. Rewards
-    are changed by ``shaping`` first, and tokens answer for those that ``credit`` names.
+    are changed by ``shaping`` first, and tokens answer for those that ``credit`` names. What
+    teachers say is added to advantages as ``distillation`` says.
     """
 
     advantages: AdvantageFunction | None
@@ -148,7 +150,8 @@ class Algorithm:
     critic: Critic | None = None
     pull: penalties.Pull | None = None
     credit: Credit = "trajectory"
-    shaping: Shaping | None = None
+    shaping: Shaping = UNSHAPED
+    distillation: Distillation | None = None
     flat: Flat = "left_out"
     compares: bool = True
 
@@ -176,16 +179,23 @@ class Recipe:
                 f"algorithm.length={config.length} would have no effect: it needs "
                 "algorithm.aggregation=constant"
             )
-        if not self.compares and config.extra_rounds:
+        taught = _distillation(config, "credit" in self.settings)
+        compares = self.compares and config.reward_weight > 0
+        if not compares and config.extra_rounds:
+            cause = f"name={config.name}" if config.reward_weight > 0 else "reward_weight=0"
             raise UserError(
                 f"algorithm.extra_rounds={config.extra_rounds} would have no effect with "
-                f"algorithm.name={config.name}: groups of equal rewards teach it too; leave it out"
+                f"algorithm.{cause}: groups of equal rewards teach it too; leave it out"
             )
         correction = self._correction(config)
         pull = _pull(config)
-        acting = self.advantages is None or self.pulled or config.entropy > 0 or config.kl > 0
+        acting = self.advantages is None or self.pulled or taught is not None
+        acting = acting or config.entropy > 0 or config.kl > 0
+        of_rewards = self.advantages and partial(self.advantages, **advantage)
+        if of_rewards is not None and config.reward_weight != 1:
+            of_rewards = partial(_weighed, of_rewards, config.reward_weight)
         return Algorithm(
-            None if self.advantages is None else partial(self.advantages, **advantage),
+            of_rewards,
             Objective(
                 partial(self.loss, **own),
                 correction,
@@ -200,7 +210,8 @@ class Recipe:
             credit=config.credit or "trajectory",
             shaping=_shaping(config),
             flat="learned" if acting else "left_out" if aggregation == "token" else "counted",
-            compares=self.compares,
+            compares=compares,
+            distillation=taught,
         )
 
     def _settings(self, config: AlgorithmConfig) -> dict[str, Any]:
@@ -243,6 +254,40 @@ class Recipe:
         return partial(function, low=low, high=high)
 
 
+def _weighed(
+    advantages: AdvantageFunction, weight: float, rewards: Tensor, group_ids: Tensor
+) -> Tensor:
+    return weight * advantages(rewards, group_ids)
+
+
+def _distillation(config: AlgorithmConfig, of_tokens: bool) -> Distillation | None:
+    """What teachers add; ``of_tokens`` says whether the loss takes an advantage of each token."""
+    if config.distill == 0:
+        for key in ("distill_bound", "reward_weight"):
+            value = getattr(config, key)
+            if value != getattr(AlgorithmConfig(), key):
+                raise UserError(
+                    f"algorithm.{key}={value:g} would have no effect: it needs algorithm.distill "
+                    "above 0"
+                )
+        return None
+    if not of_tokens:
+        having = ", ".join(n for n, made in ALGORITHMS.items() if "credit" in made.settings)
+        raise UserError(
+            f"algorithm.distill={config.distill:g} does not go with algorithm.name={config.name}, "
+            f"which has no advantages of tokens: leave it out, or choose one of {having}"
+        )
+    for key in OF_REWARDS if config.reward_weight == 0 else ():
+        value = getattr(config, key)
+        if value != getattr(AlgorithmConfig(), key):
+            raise UserError(
+                f"algorithm.{key}={value} would have no effect with algorithm.reward_weight=0: "
+                "leave one of them out"
+            )
+    bound = BOUND if config.distill_bound is None else config.distill_bound
+    return Distillation(config.distill, bound)
+
+
 def _pull(config: AlgorithmConfig) -> penalties.Pull | None:
     where, estimator, gradient = config.kl_in, config.kl_estimator, config.kl_gradient
     if config.kl == 0:
@@ -267,7 +312,7 @@ def _pull(config: AlgorithmConfig) -> penalties.Pull | None:
     return penalties.Pull(config.kl, where or "loss", estimator or usual, gradient or "right")
 
 
-def _shaping(config: AlgorithmConfig) -> Shaping | None:
+def _shaping(config: AlgorithmConfig) -> Shaping:
     limit, buffer, budget = config.overlong, config.overlong_buffer, config.budget
     if limit is None and buffer is not None:
         raise UserError(
@@ -284,11 +329,14 @@ def _shaping(config: AlgorithmConfig) -> Shaping | None:
                 f"algorithm.overlong={limit} would have no effect: above algorithm.budget={budget} "
                 "rewards are -1 already; leave one of them out"
             )
-    if limit is None and budget is None and config.length_reward == 0:
-        return None
-    return Shaping(config.length_reward, limit, buffer or 1, budget)
+    return Shaping(config.length_reward, limit, buffer or 1, budget, config.efforts)
 
 
+BOUND = 5.0  # nats of a teacher's advantage, unless the config says otherwise
+OF_REWARDS = (  # settings that act on rewards alone
+    *("scale", "baseline", "credit", "overlong", "overlong_buffer"),
+    *("budget", "efforts", "length_reward"),
+)
 LENGTH = 1024  # tokens that the mean over a constant divides by, unless the config says otherwise
 CREDIT: dict[str, Any] = {"credit": "trajectory"}
 GROUP: dict[str, Any] = {"scale": "std", "baseline": "mean"}

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from ..configs.errors import UserError
 from ..policy.images import Placed
 from ..policy.routing import Routes
 from ..rollout.types import Group, Trajectory
 from .advantages import equal
 from .algorithms import AdvantageFunction, Flat
 from .credit import Credit, turn_advantages
-from .shaping import Shaping
+from .shaping import UNSHAPED, Shaping
 from .types import MicroBatch, Sample, Share
 
 
@@ -39,7 +40,8 @@ class BatchStats:
     success: float
     trained_tokens: int
     tokens_of_version: Mapping[int, int]  # trained tokens by the version that sampled them
-    shaping: float | None = None  # mean of what shaping added to rewards
+    shaping: float | None = None  # mean of what shaping added to rewards, None where nothing could
+    over_budget: int | None = None  # with a reward and longer than their budget, None without any
 
     def staleness(self, version: int) -> dict[str, float]:
         """How many versions trained tokens lag behind ``version``: the share of each lag, and the
@@ -50,9 +52,9 @@ class BatchStats:
 
     def metrics(self) -> dict[str, float]:
         """The same as metric names."""
-        shaped = {} if self.shaping is None else {"reward_shaping": self.shaping}
+        shaped = {"reward_shaping": self.shaping, "over_budget": self.over_budget}
         return {
-            **shaped,
+            **{name: value for name, value in shaped.items() if value is not None},
             "groups": self.groups,
             "groups_without_variance": self.groups_without_variance,
             "groups_left_out": self.groups_left_out,
@@ -70,7 +72,7 @@ def samples_of_groups(
     flat: Flat = "left_out",
     *,
     credit: Credit = "trajectory",
-    shaping: Shaping | None = None,
+    shaping: Shaping = UNSHAPED,
 ) -> tuple[list[list[Sample]], BatchStats]:
     """Samples of each group that can be learned from, and statistics over all of them.
 
@@ -91,12 +93,7 @@ def samples_of_groups(
     rewards = np.array([_reward(t) for t in trajectories])
     ids = np.repeat(np.arange(len(siblings)), [len(group) for group in siblings])
     valid = np.isfinite(rewards)
-    extra = np.zeros(len(rewards))
-    if shaping is not None:
-        lengths = [sum(s.sampled * len(s.token_ids) for s in t.segments) for t in trajectories]
-        success = [t.success for t in trajectories]
-        given = (torch.from_numpy(rewards), torch.tensor(lengths), torch.tensor(success))
-        extra = shaping(*given, torch.from_numpy(ids)).numpy() - rewards
+    extra, shaped, over = _shaped(trajectories, ids, rewards, shaping)
     values = _advantages(trajectories, ids, rewards, extra, advantages, credit)
     some = any(own.any() for own in values)
     everything = advantages is None or flat == "learned" or (flat == "counted" and some)
@@ -130,7 +127,8 @@ def samples_of_groups(
         success=_mean([t.success for t, v in zip(trajectories, valid, strict=True) if v]),
         trained_tokens=sum(int(s.loss_mask.sum()) for group in kept for s in group),
         tokens_of_version=dict(versions),
-        shaping=None if shaping is None else _mean(extra[valid].tolist()),
+        shaping=_mean(extra[valid].tolist()) if shaped else None,
+        over_budget=over,
     )
     return kept, stats
 
@@ -183,6 +181,29 @@ def shares(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> li
 
 def _reward(trajectory: Trajectory) -> float:
     return math.nan if trajectory.reward is None else float(trajectory.reward)
+
+
+def _shaped(
+    trajectories: Sequence[Trajectory], ids: np.ndarray, rewards: np.ndarray, shaping: Shaping
+) -> tuple[np.ndarray, bool, int | None]:
+    """What shaping adds to rewards, whether it could add anything, and how many trajectories with
+    a reward are over budget, if any has one; UserError for efforts where none has a budget."""
+    budgets = shaping.budgets([t.budget for t in trajectories], [t.kind for t in trajectories])
+    valid = np.isfinite(rewards)
+    limited = np.isfinite(budgets.numpy())
+    if shaping.efforts and valid.any() and not limited.any():
+        raise UserError(
+            f"algorithm.efforts={dict(shaping.efforts)} would have no effect: no task has a "
+            "budget; set algorithm.budget, or the budget of the environment"
+        )
+    if not shaping.acts(budgets):
+        return np.zeros(len(rewards)), False, None
+    lengths = torch.tensor([t.sampled_tokens for t in trajectories])
+    success = torch.tensor([t.success for t in trajectories])
+    given = (torch.from_numpy(rewards), lengths, success, torch.from_numpy(ids), budgets)
+    over = (lengths > budgets).numpy() & valid
+    counted = int(over.sum()) if limited.any() else None
+    return shaping(*given).numpy() - rewards, True, counted
 
 
 def _advantages(
@@ -238,6 +259,7 @@ def _sample(number: int, trajectory: Trajectory, advantages: np.ndarray) -> Samp
         advantages=np.where(mask, of_tokens, 0).astype(np.float32),
         images=tuple(image for image in trajectory.images if image.start < end),
         routes=None if routes is None else routes.first(end),
+        kind=trajectory.kind,
     )
 
 
@@ -294,4 +316,5 @@ def _pack(samples: Sequence[Sample]) -> MicroBatch:
         rewards=np.concatenate(rewards) if rewards else None,
         terminated=np.array([s.terminated for s in samples]) if rewards else None,
         routes=Routes.join([s.routes for s in samples], lengths),
+        kinds=tuple(s.kind for s in samples),
     )

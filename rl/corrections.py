@@ -163,7 +163,7 @@ def decoupled(
 ) -> LossOutput:
     """A loss that is kept near the proximal policy, on samples of the behaviour policy.
 
-    Decoupled PPO, arXiv:2110.00641 section 3 and AReaL, arXiv:2505.24298 equation 5: tokens weigh
+    Decoupled PPO, arXiv:2110.00641 section 3, and that of AReaL, arXiv:2505.24298: tokens weigh
     ``correction(proximal / behaviour)``, the loss's own ratio is policy / proximal. Its metrics
     of distance are those of policy and behaviour, as without a correction; ``clip_fraction`` is
     that of policy and proximal. ``weights`` multiply those of the correction.

@@ -54,3 +54,14 @@ def metrics(sums: Sequence[float]) -> dict[str, float]:
         found["advantage_mean"] = mean
         found["advantage_std"] = float(np.sqrt(np.maximum(squares / count - mean**2, 0.0)))
     return {name: float(value) for name, value in found.items()}
+
+
+def combined(name: str, values: Sequence[float]) -> float:
+    """A metric of several optimizer steps: their mean, or the largest if its name says so."""
+    return float(np.max(values) if name.endswith("_max") else np.mean(values))
+
+
+def loads(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Max / mean load of each layer with experts, in their order, and the largest."""
+    own = {f"{name}_layer_{number}": load for number, load in enumerate(values)}
+    return {f"{name}_max": max(values, default=1.0), **own}

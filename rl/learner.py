@@ -32,6 +32,7 @@ from .memory import enough_memory
 from .penalties import to_go
 from .reference import Reference
 from .replay import Replay
+from .teachers import Taught, Teachers
 from .types import LossOutput, MicroBatch, Share, UpdateResult
 
 DECAY = 0.9  # of thresholds that follow an average
@@ -50,14 +51,15 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class Before:
     """What was said of a micro-batch before the update: log-probs of its trained tokens [R] by the
-    policy and by the reference, what a critic made of their rewards, or what to add to their
-    advantages, and the routes, if they are to be replayed."""
+    policy, by the reference and by teachers, what a critic made of their rewards, or what to add to
+    their advantages, and the routes, if they are to be replayed."""
 
     logprobs: Tensor | None = None
     judged: Judged | None = None
     reference: Tensor | None = None
     bonus: Tensor | None = None
     routes: Routes | None = None
+    taught: Taught | None = None
 
 
 class Learner:
@@ -69,8 +71,9 @@ class Learner:
         config: LearnerConfig,
         temperature: float,
         reference: Reference | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
-        self.reference = reference
+        self.reference, self.teachers = reference, teachers
         self.engine = Engine(policy, config)
         self.policy: _Policy = policy  # type: ignore[assignment]
         self.config = config
@@ -110,7 +113,8 @@ class Learner:
         before: Sequence[Sequence[Before | None]]
         # With a single step the forward that learns gives the log-probs itself.
         proximal = (decoupled and len(steps) > 1) or self.replay.wants_pass_before(len(steps))
-        if critic is not None or self.reference is not None or proximal:
+        others = self.reference is not None or self.teachers is not None
+        if critic is not None or others or proximal:
             with enough_memory(self.engine.policy, steps, self.config):
                 before = self._before(steps, critic, proximal)
         else:
@@ -124,7 +128,7 @@ class Learner:
         self.version += bool(applied)
         told = applied or metrics
         names = dict.fromkeys(name for values in told for name in values)
-        result = {k: _combined(k, [m[k] for m in told if k in m]) for k in names}
+        result = {k: diagnostics.combined(k, [m[k] for m in told if k in m]) for k in names}
         result["skipped_steps"] = len(metrics) - len(applied)
         if "log_ratio_abs" in metrics[0]:
             result["log_ratio_first"] = metrics[0]["log_ratio_abs"]
@@ -175,21 +179,21 @@ class Learner:
 
     def _known(self, batch: MicroBatch, critic: Critic | None, proximal: bool) -> Before:
         positions = _positions(batch)
-        reference = rewards = None
+        reference = rewards = bonus = None
         if self.reference is not None:
             reference, rewards = self.reference.score(batch, positions)
-        bonus = None
         if critic is None and rewards is not None:
             bonus = to_go(rewards, self._tensor(batch.sequence_ids[positions]))
+        taught = None if self.teachers is None else self.teachers.score(batch, positions)
         if critic is None and not proximal:
-            return Before(None, None, reference, bonus)
+            return Before(None, None, reference, bonus, taught=taught)
         count = len(positions)
         more = None if critic is None else batch.cu_seqlens[1:] - 1
         out, routes = self.replay.first_pass(
             batch, lambda: self._forward(batch, last=False, more=more)
         )
         if critic is None:
-            return Before(out.logprobs, None, reference, bonus, routes)
+            return Before(out.logprobs, None, reference, bonus, routes, taught)
         assert out.values is not None, "a critic needs a value head"
         judged = None
         if not batch.padding:
@@ -236,8 +240,8 @@ class Learner:
             self.skipped_in_a_row = 0
             self.engine.all_reduce(self.policy.routing_counts())
             if replaying:
-                metrics |= _loads("replayed_load", self.policy.replayed_loads())
-            metrics |= _loads("expert_load", self.policy.update_thresholds())
+                metrics |= diagnostics.loads("replayed_load", self.policy.replayed_loads())
+            metrics |= diagnostics.loads("expert_load", self.policy.update_thresholds())
             self.threshold_version += self.config.thresholds != "freeze"
         else:
             self.policy.clear_routing_counts()
@@ -307,6 +311,10 @@ class Learner:
             advantages = judged.advantages.float()
         elif before.bonus is not None:
             advantages = advantages + before.bonus
+        lesson: dict[str, Tensor] = {}
+        if self.teachers is not None and before.taught is not None:
+            more, lesson = self.teachers.teach(out.logprobs, before.taught, mask, share.denominator)
+            advantages = advantages + more
         pulled = {} if before.reference is None else {"reference_logprobs": before.reference}
         output = loss(
             out.logprobs,
@@ -326,8 +334,8 @@ class Learner:
             known = judged or Judged(none, none, none)
             output = with_values(output, critic, out.values, known, mask, share.denominator)
         spread = torch.where(mask, out.entropy.detach(), 0.0).sum() / share.denominator
-        told = LossOutput(output.loss, {**output.metrics, "entropy": spread}, output.maxima)
-        return told, advantages
+        metrics = {**output.metrics, **lesson, "entropy": spread}
+        return LossOutput(output.loss, metrics, output.maxima), advantages
 
     def _tally(self, batch: MicroBatch, out: Rows, advantages: Tensor) -> Tensor:
         positions = _positions(batch)
@@ -357,16 +365,6 @@ class Learner:
     def _tensor(self, array: np.ndarray) -> Tensor:
         # a copy: arrays that Ray shares are read-only
         return upload(torch.tensor(array), self.engine.device)
-
-
-def _combined(name: str, values: Sequence[float]) -> float:
-    return float(np.max(values) if name.endswith("_max") else np.mean(values))
-
-
-def _loads(name: str, loads: Sequence[float]) -> dict[str, float]:
-    """Max / mean load of each layer with experts, in their order, and the largest."""
-    own = {f"{name}_layer_{number}": load for number, load in enumerate(loads)}
-    return {f"{name}_max": max(loads, default=1.0), **own}
 
 
 def _positions(batch: MicroBatch) -> np.ndarray:

@@ -45,8 +45,8 @@ def ppo_clip(
 
     PPO, arXiv:1707.06347 equation 7; GRPO, arXiv:2402.03300 equation 3; two ends as in DAPO,
     arXiv:2503.14476 equation 8. ``dual_clip`` c > 1 bounds the loss of a negative advantage by
-    ``c * |A|`` (arXiv:1912.09729 equation 5), where a ratio far above 1 would otherwise let it grow
-    without limit. ``clip_fraction`` counts tokens whose gradient was removed. Left out: the KL
+    ``c * |A|`` (dual-clip PPO, arXiv:1912.09729), where a ratio far above 1 would otherwise let it
+    grow without limit. ``clip_fraction`` counts tokens whose gradient was removed. Left out: the KL
     term of GRPO (`penalties.kl_loss`).
     """
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)

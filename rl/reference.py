@@ -27,17 +27,8 @@ class Reference:
     def score(self, batch: MicroBatch, positions: np.ndarray) -> tuple[Tensor, Tensor | None]:
         """Log-probs of the tokens at ``positions`` [R], none of which is a sequence's first, and
         what to add to the reward of each; None if the KL is in the loss."""
-        device = next(self.policy.parameters()).device
-        ids = torch.tensor(batch.input_ids, device=device)
-        rows = torch.tensor(positions - 1, device=device)
-        logprobs = self.policy(
-            ids[None],
-            torch.tensor(batch.cu_seqlens),
-            rows=rows,
-            targets=ids[rows + 1],
-            temperature=self.temperature,
-            **self.policy.image_inputs(batch.images),
-        ).logprobs
+        logprobs = score(self.policy, batch, positions, self.temperature)
+        device = logprobs.device
         if self.pull.where == "loss":
             return logprobs, None
         rewards = kl_reward(
@@ -48,3 +39,20 @@ class Reference:
             estimator=self.pull.estimator,
         )
         return logprobs, rewards
+
+
+@torch.no_grad()
+def score(policy: Any, batch: MicroBatch, positions: np.ndarray, temperature: float) -> Tensor:
+    """Log-probs [R] that a policy of its own gives the tokens at ``positions``, none of which is a
+    sequence's first."""
+    device = next(policy.parameters()).device
+    ids = torch.tensor(batch.input_ids, device=device)
+    rows = torch.tensor(positions - 1, device=device)
+    return policy(
+        ids[None],
+        torch.tensor(batch.cu_seqlens),
+        rows=rows,
+        targets=ids[rows + 1],
+        temperature=temperature,
+        **policy.image_inputs(batch.images),
+    ).logprobs

@@ -5,7 +5,8 @@ Lengths are numbers of sampled tokens. Rewards that are not finite stay as they 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,26 +15,50 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class Shaping:
     """The changes that a config asks for, in this order: `length_reward` times its coefficient,
-    `overlong` (with ``limit``), `budgeted` (with one ``budget`` for all tasks)."""
+    `overlong` (with ``limit``), `budgeted`. ``budget`` is that of tasks that say none, ``efforts``
+    are factors on budgets by the kind of task."""
 
     length_reward: float = 0.0
     limit: int | None = None
     buffer: int = 1
     budget: int | None = None
+    efforts: Mapping[str, float] = field(default_factory=dict)
+
+    def budgets(self, own: Sequence[int | None], kinds: Sequence[str]) -> Tensor:
+        """Tokens that each trajectory may take, by its task's ``own`` budget and kind, fp64 [N];
+        inf where there is no budget."""
+        given = [self.budget if budget is None else budget for budget in own]
+        return torch.tensor(
+            [
+                float("inf") if budget is None else budget * self.efforts.get(kind, 1.0)
+                for budget, kind in zip(given, kinds, strict=True)
+            ],
+            dtype=torch.float64,
+        )
+
+    def acts(self, budgets: Tensor) -> bool:
+        """Whether anything can change a reward."""
+        lengths = self.length_reward != 0 or self.limit is not None
+        return lengths or bool(budgets.isfinite().any())
 
     def __call__(
-        self, rewards: Tensor, lengths: Tensor, correct: Tensor, group_ids: Tensor
+        self,
+        rewards: Tensor,
+        lengths: Tensor,
+        correct: Tensor,
+        group_ids: Tensor,
+        budgets: Tensor,
     ) -> Tensor:
-        """Rewards as they are learned from, fp64 [N]."""
+        """Rewards as they are learned from, fp64 [N]; ``budgets`` [N] as `budgets` makes them."""
         rewards = rewards.double()
         if self.length_reward:
             rewards = rewards + self.length_reward * length_reward(lengths, correct, group_ids)
         if self.limit is not None:
             rewards = rewards + overlong(lengths, limit=self.limit, buffer=self.buffer)
-        if self.budget is not None:
-            budgets = torch.full_like(lengths, self.budget)
-            rewards = budgeted(rewards, lengths, budgets=budgets)
-        return rewards
+        return budgeted(rewards, lengths, budgets=budgets)
+
+
+UNSHAPED = Shaping()  # but for budgets that tasks have of their own
 
 
 def overlong(lengths: Tensor, *, limit: int, buffer: int) -> Tensor:
@@ -49,7 +74,8 @@ def overlong(lengths: Tensor, *, limit: int, buffer: int) -> Tensor:
 def budgeted(rewards: Tensor, lengths: Tensor, *, budgets: Tensor) -> Tensor:
     """Rewards, and -1 where a trajectory is longer than its budget: K3's effort control.
 
-    ``budgets`` are tau_b * b0 of each task: a multiplier of the tokens that the first policy took.
+    ``budgets`` are tau_b * b0 of each task: a multiplier of the tokens that the first policy took;
+    inf is none.
     """
     assert rewards.ndim == 1 and rewards.shape == lengths.shape == budgets.shape
     over = (lengths > budgets) & torch.isfinite(rewards)

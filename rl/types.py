@@ -22,7 +22,7 @@ class Sample:
 
     ``images`` are placed among the tokens. A critic wants ``rewards``, fp64 [T], in place of
     advantages, and ``terminated``, without which the future behind the last token has a value.
-    ``routes`` are those of the rollout, where it recorded them.
+    ``routes`` are those of the rollout, where it recorded them. ``kind`` is that of the task.
 
     Example, a prompt of two tokens and a completion of two with advantage -0.5::
 
@@ -38,6 +38,7 @@ class Sample:
     rewards: np.ndarray | None = None
     terminated: bool = True
     routes: Routes | None = None
+    kind: str = ""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -51,7 +52,8 @@ class MicroBatch:
     fp32, ``advantages`` fp32, ``sequence_ids`` int64; ``cu_seqlens`` int32 [N + 1] are the
     sequence borders. ``loss_mask[t]`` marks token t as trained: its log-prob is the prediction
     made at t - 1. ``images`` are placed among all T tokens. ``rewards`` fp64 [T] and
-    ``terminated`` bool [N] are there for a critic only, ``routes`` [T] for routing replay.
+    ``terminated`` bool [N] are there for a critic only, ``routes`` [T] for routing replay, and
+    ``kinds`` are those of the sequences' tasks [N], for teachers.
 
     ``padding`` marks a batch without data of its own: it only keeps its rank in step with the
     others, adds exactly 0 to loss and gradient, and is left out of routing statistics.
@@ -68,6 +70,7 @@ class MicroBatch:
     rewards: np.ndarray | None = None
     terminated: np.ndarray | None = None
     routes: Routes | None = None
+    kinds: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import numpy as np
 
 from ..configs.errors import UserError, place_of
-from ..envs.base import MessageEnv, checked_threshold
+from ..envs.base import MessageEnv, check_declared
 from ..envs.registry import EnvBuildError
 from ..envs.types import Message, Role, Task
 
@@ -266,7 +266,7 @@ def build(factory: Callable[[], MessageEnv], task: Task) -> tuple[MessageEnv, tu
     env = factory()
     try:
         messages, _ = env.reset(seed=task.seed, options={"task": task})
-        checked_threshold(env)
+        check_declared(env)
         return env, checked_messages(messages)
     except BaseException:
         with suppress(Exception):

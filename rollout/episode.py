@@ -322,19 +322,23 @@ class _Run:
 
     def _finish(self, episode: _Episode, stop: StopReason, error: str | None = None) -> None:
         self._leave(episode)
-        failed, terminated = stop is StopReason.ERROR, stop is StopReason.TERMINATED
-        threshold = 1.0 if episode.env is None else episode.env.success_threshold
+        failed, rewards = stop is StopReason.ERROR, episode.rewards
+        env = MessageEnv if episode.env is None else episode.env
+        budget = None if env.budget is None else int(env.budget)
+        terminated = stop is StopReason.TERMINATED
         self.finished[episode.task.id].append(
             Trajectory(
                 task_id=episode.task.id,
                 sibling=episode.sibling,
                 segments=tuple(episode.segments),
-                turn_rewards=tuple(episode.rewards),
-                reward=None if failed else float(sum(episode.rewards)),
-                success=not failed and succeeded(episode.rewards, threshold, terminated),
+                turn_rewards=tuple(rewards),
+                reward=None if failed else float(sum(rewards)),
+                success=not failed and succeeded(rewards, env.success_threshold, terminated),
                 stop=stop,
-                turns=len(episode.rewards),
+                turns=len(rewards),
                 error=error,
+                kind=env.kind,
+                budget=budget,
             )
         )
         self._close_env(episode)

@@ -87,6 +87,7 @@ class Trajectory:
 
     ``reward`` is the sum over turns, or None when the episode ended in an error (then nothing of
     it is trained). ``stop`` says why it ended, ``error`` holds class, message and traceback text.
+    ``kind`` and ``budget`` (sampled tokens) are those of its environment.
     """
 
     task_id: str
@@ -98,6 +99,13 @@ class Trajectory:
     stop: StopReason
     turns: int
     error: str | None = None
+    kind: str = ""
+    budget: int | None = None
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that the policy sampled."""
+        return sum(len(s.token_ids) for s in self.segments if s.sampled)
 
     @property
     def terminated(self) -> bool:

@@ -296,6 +296,29 @@ class EvenEnv(MessageEnv):
 register("even-v0", EvenEnv)
 
 
+class TurnsEnv(MessageEnv):
+    """Two turns; each earns 1 if its characters have an even sum. Tasks are of the kind low or max,
+    and may take ``budget`` tokens."""
+
+    def __init__(self, budget: int | None = 3) -> None:
+        self.budget = budget
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        self.kind, self.turns = ("low", "max")[int(self.np_random.integers(2))], 0
+        return (Message("user", " red"),), {}
+
+    def step(self, action: str) -> Step:
+        self.turns += 1
+        reward = float(sum(map(ord, action)) % 2 == 0)
+        return self.reply(" blue", reward=reward) if self.turns == 1 else self.finish(reward)
+
+
+register("turns-v0", TurnsEnv)
+
+
 class FakeMeter:
     """The CPU, where every call takes two milliseconds."""
 

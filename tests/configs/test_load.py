@@ -173,6 +173,7 @@ def test_the_home_folder_of_paths_is_put_in(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("learner.grad_clp", "learner.grad_clip"),
         ("algorithm.dual_clp", "algorithm.dual_clip"),
+        ("algorithm.distil", "algorithm.distill"),
         ("lerner.lr", "learner"),
         ("env.idd", "env.id"),
     ],

@@ -155,6 +155,24 @@ def test_the_checker_names_every_breach(overrides: dict[str, Any], said: str) ->
     assert "\n" not in str(error.value)
 
 
+class Moody(Echo):
+    """Says another kind of the same task each time."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.kind += "x"
+        return super().reset(seed=seed, options=options)
+
+
+def test_what_a_task_says_of_itself_is_checked_and_part_of_the_episode() -> None:
+    check_env(breaks(kind="hard", budget=7))
+    with pytest.raises(UserError, match=r"^environment Broken: kind must be text, got 3 \(int\)$"):
+        check_env(breaks(kind=3))
+    with pytest.raises(UserError, match=r"^environment Broken: budget must be a whole number"):
+        check_env(breaks(budget=0))
+    with pytest.raises(UserError, match="two different episodes"):
+        check_env(Moody())
+
+
 @pytest.mark.parametrize("one", [1, True, np.float32(1), np.bool_(True), np.array(1.0)])
 def test_the_checker_accepts_every_number(one: Any) -> None:
     check_env(breaks(step=returns((), one, np.bool_(True), False, {})))

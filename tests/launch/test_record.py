@@ -76,6 +76,7 @@ def test_rollouts_are_readable(
         success=True,
         stop=StopReason.TERMINATED,
         turns=1,
+        kind="hard",
     )
     recorder = Recorder(tmp_path, "", 0)
     recorder.rollouts(3, [Group("t", (trajectory, trajectory))], tokenizer)
@@ -83,6 +84,7 @@ def test_rollouts_are_readable(
     assert len(lines) == 2
     assert json.loads(lines[0]) == {
         "task": "t",
+        "kind": "hard",
         "sibling": 1,
         "reward": 1.0,
         "success": True,

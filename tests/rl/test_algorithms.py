@@ -23,6 +23,7 @@ from farhorizon.rl.corrections import CORRECTIONS
 from farhorizon.rl.critic import Critic, judge, with_values
 from farhorizon.rl.penalties import kl_reward
 from farhorizon.rl.shaping import Shaping
+from farhorizon.rl.teachers import Lesson, Taught, Teachers
 from farhorizon.rl.types import LossOutput
 from farhorizon.rollout.types import Group
 
@@ -45,10 +46,14 @@ NUMBERS = {
     **{"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.5, "tau": 0.3, "entropy": 0.1},
     **{"gamma": 0.9, "lam": 0.5, "value_coefficient": 0.3, "value_clip": 0.05, "kl": 0.1},
     **{"overlong": 6, "overlong_buffer": 5, "budget": 4, "length_reward": 0.5},
-    **{"tau_pos": 2.0, "tau_neg": 3.0},
+    **{"tau_pos": 2.0, "tau_neg": 3.0, "efforts": "{low: 0.5}"},
+    **{"distill": 0.5, "distill_bound": 0.7, "reward_weight": 0.3},
 }
 NEEDS = {
     "overlong_buffer": ["overlong=6"],
+    "efforts": ["budget=8"],
+    "distill_bound": ["distill=0.5"],
+    "reward_weight": ["distill=0.5"],
     "kl_in": ["kl=0.1"],
     "kl_estimator": ["kl=0.1"],
     "kl_gradient": ["kl=0.1"],
@@ -75,6 +80,7 @@ def episodes() -> list[Group]:
             trajectory("a" if i < 3 else "b", i, sum(rewards), *(given([1]), sampled([2] * (i + 1)))
             * 2),
             turn_rewards=rewards,
+            kind="low",
         )
         for i, rewards in enumerate(own)
     ]  # fmt: skip
@@ -104,6 +110,10 @@ def outcome(config: AlgorithmConfig) -> list[float]:
                 coefficient=pull.coefficient,
                 estimator=pull.estimator,
             )
+    if (setting := algorithm.distillation) is not None:
+        teachers = Teachers([Lesson("t", (), 1.0)], {"t": torch.nn.Linear(1, 1)}, setting, 1.0)
+        taught = Taught(torch.linspace(-2.0, 0.5, 10), everywhere)
+        token_advantages += teachers.teach(logprobs, taught, everywhere, 10)[0]
     loss = algorithm.loss(
         logprobs,
         torch.zeros(10),
@@ -177,7 +187,7 @@ def test_lengths_that_exclude_each_other_are_refused() -> None:
     assert allowed("dapo", "overlong=20", "budget=16") is None
     assert allowed("dapo", "overlong=20", "budget=17") is not None
     assert make_algorithm(AlgorithmConfig(overlong=100)).shaping == Shaping(limit=100, buffer=20)
-    assert make_algorithm(AlgorithmConfig()).shaping is None
+    assert make_algorithm(AlgorithmConfig()).shaping == Shaping()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -187,7 +197,8 @@ def test_every_setting_has_an_effect_or_is_refused(name: str, setting: str) -> N
     needs = NEEDS.get(setting, [])
     plain = allowed(name, *needs)
     if plain is None:
-        assert setting.startswith("correction_") and name in ("k15", "k25")
+        refused = ("k15", "k25") if setting.startswith("correction_") else ("ppo", "gspo", "k15")
+        assert name in refused and setting in NEEDS
         return
     assert outcome(plain) == outcome(plain)
     own = ALGORITHMS[name]
@@ -206,6 +217,7 @@ def test_every_setting_has_an_effect_or_is_refused(name: str, setting: str) -> N
             and setting not in own.settings
         )
         refused |= setting == "correction" and own.pulled
+        refused |= setting == "distill" and "credit" not in own.settings
         assert (changed is None) == refused, value
         if changed is not None:
             assert (outcome(changed) != outcome(plain)) == (value != usual), value

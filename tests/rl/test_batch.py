@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import override_config
 from farhorizon.configs.schema import AlgorithmConfig
 from farhorizon.envs.types import StopReason
@@ -91,6 +92,34 @@ def test_failed_episodes_leave_their_group_and_are_counted() -> None:
     assert values == pytest.approx([0.70711, -1.41421, 0.70711], abs=1e-5)
     assert stats.metrics()["episodes_without_reward"] == 1
     assert stats.reward_mean == pytest.approx(2 / 3) and stats.success == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_none_leaves_loss_and_gradient_to_the_others(bad: float | None) -> None:
+    """C22: in the loss of the group too, which is that of its three valid members."""
+    algorithm = make_algorithm(AlgorithmConfig(aggregation="sequence"))
+    seen = []
+    for rewards in ([1.0, bad, 0.0, 1.0], [1.0, 0.0, 1.0]):
+        kept, stats = samples_of_groups([group("t", rewards)], algorithm.advantages)
+        assert stats.without_reward == len(rewards) - 3
+        (share,) = shares(kept[0], 1, 100)
+        (batch,) = share.micro_batches
+        logprobs = torch.tensor(batch.behavior_logprobs, requires_grad=True)
+        loss = algorithm.loss(
+            logprobs,
+            logprobs.detach(),
+            torch.tensor(batch.advantages),
+            torch.tensor(batch.loss_mask),
+            sequence_ids=torch.tensor(batch.sequence_ids),
+            denominator=share.denominator,
+            sequences=share.sequences,
+        ).loss
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        assert loss.isfinite() and gradient.isfinite().all() and gradient.any()
+        seen.append([loss.item(), *gradient.tolist()])
+    assert seen[0] == seen[1]
+    nothing, stats = samples_of_groups([group("t", [bad] * 4)], algorithm.advantages)
+    assert nothing == [] and stats.without_reward == 4
 
 
 def test_groups_without_variance_are_left_out_and_counted() -> None:
@@ -295,4 +324,29 @@ def test_shaped_rewards_make_groups_and_belong_to_the_last_turn(critic: bool) ->
         assert second.rewards.tolist() == [0, 0, 0, 0.5, 0, 0, 0, -1.5]
     else:
         assert {*first.advantages} == {0.0, 1.0} and {*second.advantages} == {0.0, -1.0}
-    assert "reward_shaping" not in samples_of_groups([pair], group_relative)[1].metrics()
+    assert stats.metrics()["over_budget"] == 1
+    without = samples_of_groups([pair], group_relative)[1].metrics()
+    assert not {"reward_shaping", "over_budget"} & set(without)
+
+
+def test_a_task_has_its_own_budget_and_failures_are_not_over_it() -> None:
+    """Two sampled tokens each; budgets 1, 3 and 4 of the tasks, and 0.5 * 3 of the run for low."""
+    made = [trajectory("t", i, 1.0) for i in range(4)] + [trajectory("t", 4, None)]
+    own = [(1, ""), (3, ""), (4, "low"), (None, "low"), (1, "")]
+    members = tuple(
+        replace(t, budget=budget, kind=kind) for t, (budget, kind) in zip(made, own, strict=True)
+    )
+    shape = Shaping(budget=3, efforts={"low": 0.5})
+    (kept,), stats = samples_of_groups([Group("t", members)], group_relative, shaping=shape)
+    assert [s.advantages[-1] for s in kept] == [-1.0, 1.0, 1.0, -1.0]
+    assert (stats.over_budget, stats.shaping, stats.reward_mean) == (2, -1.0, 1.0)
+    alone = samples_of_groups([Group("t", members[1:2])], group_relative)[1]
+    assert (alone.over_budget, alone.shaping) == (0, 0.0)  # within what its task allows
+
+
+def test_efforts_without_a_budget_are_refused() -> None:
+    pair, shape = group("t", [1.0, 0.0]), Shaping(efforts={"low": 0.5})
+    with pytest.raises(UserError, match=r"^algorithm\.efforts=.*no task has a budget; set "):
+        samples_of_groups([pair], group_relative, shaping=shape)
+    failed = samples_of_groups([group("t", [None])], group_relative, shaping=shape)[1]
+    assert failed.over_budget is None  # nothing is known of what could not be built

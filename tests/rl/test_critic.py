@@ -108,6 +108,21 @@ def test_whitening_pools_what_all_ranks_have() -> None:
     assert whitened([], []) == [[], []]
 
 
+@pytest.mark.parametrize("padding", [2, 100])
+def test_tokens_that_are_not_trained_are_no_part_of_whitening(padding: int) -> None:
+    """C03: advantages 1 and 3 beside any number of others become -1 and 1."""
+    mask = np.tile(np.arange(padding + 1) == 1, 2)
+    batch = replace(
+        packed(),
+        cu_seqlens=np.array([0, padding + 1, 2 * padding + 2], np.int32),
+        loss_mask=mask,
+        rewards=np.where(mask, np.repeat([1.0, 3.0], padding + 1), 7.0),
+    )
+    one = judge(batch, torch.zeros(2), torch.zeros(2), replace(CRITIC, gamma=0.0))
+    (white,) = whiten_over_ranks([one], lambda *_: None, torch.device("cpu"))
+    assert one.advantages.tolist() == [1.0, 3.0] and white.advantages.tolist() == [-1.0, 1.0]
+
+
 def test_the_critics_loss_is_added() -> None:
     values = torch.tensor([1.5, 0.0], requires_grad=True)
     before = Judged(*(torch.tensor([x, 0.0], dtype=torch.float64) for x in (1.4, 9.0, 3.0)))

@@ -24,6 +24,20 @@ def test_above_its_budget_a_reward_is_minus_one() -> None:
     assert got[:4].tolist() == [1.0, -1.0, 0.5, -1.0] and math.isnan(got[4])
 
 
+def test_a_budget_is_the_tasks_own_times_the_effort_of_its_kind() -> None:
+    shape = Shaping(budget=100, efforts={"low": 0.5, "max": 3.0})
+    own, kinds = [None, 40, 40, None, 7], ["", "low", "max", "low", "other"]
+    assert shape.budgets(own, kinds).tolist() == [100.0, 20.0, 120.0, 50.0, 7.0]
+    unlimited = Shaping(efforts={"low": 0.5}).budgets([None, 9], ["low", "low"])
+    assert unlimited.tolist() == [math.inf, 4.5]
+
+
+def test_what_can_change_a_reward() -> None:
+    none, one = torch.full((2,), math.inf), torch.tensor([math.inf, 5.0])
+    assert not Shaping().acts(none) and not Shaping(efforts={"low": 2.0}).acts(none)
+    assert Shaping().acts(one) and Shaping(limit=5).acts(none) and Shaping(-0.1).acts(none)
+
+
 def test_length_reward_within_a_group() -> None:
     lengths = torch.tensor([10, 20, 30, 10, 30, 7, 5, 5])
     correct = torch.tensor([True, True, True, False, False, True, True, False])
@@ -38,7 +52,7 @@ def test_a_budget_has_the_last_word() -> None:
     correct = torch.tensor([True, True, False, True, False])
     groups = torch.tensor([0, 0, 0, 1, 2])
     shape = Shaping(length_reward=0.2, limit=20, buffer=10, budget=30)
-    got = shape(rewards, lengths, correct, groups).tolist()
+    got = shape(rewards, lengths, correct, groups, shape.budgets([None] * 5, [""] * 5)).tolist()
     # 0.5, -0.3 and -0.5 of the length; 0, -0.8, -1 and -1 of what is overlong; -1 above 30
     assert got[:4] == pytest.approx([1.1, 1 - 0.06 - 0.8, -0.1 - 1.0, -1.0])
     assert math.isnan(got[4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -387,3 +388,34 @@ def test_success_is_of_what_was_played(
 
     (one,), _, _ = play([[X, 0]] * 10, lambda: Ten(replies=["x"] * 9), context=context)
     assert (one.stop, one.success) == (stop, success)
+
+
+def test_a_trajectory_keeps_the_kind_and_the_budget_of_its_task() -> None:
+    class Hard(ScriptedEnv):
+        def reset(self, **keywords: Any) -> Any:
+            self.kind, self.budget = "hard", np.int64(7)  # type: ignore[assignment]
+            return super().reset(**keywords)
+
+    (one,), _, _ = play([[X, 0]], lambda: Hard(replies=[]))
+    assert (one.kind, one.budget, one.sampled_tokens) == ("hard", 7, 2)
+    (other,), _, _ = play([[X, 0]], lambda: ScriptedEnv(replies=[]))
+    assert (other.kind, other.budget) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("kind", 3, "kind must be text, got 3 (int)"),
+        ("budget", 0, "budget must be a whole number of at least 1, or None, got 0 (int)"),
+        ("budget", 2.5, "got 2.5 (float)"),
+        ("budget", True, "got True (bool)"),
+    ],
+)
+def test_what_a_task_says_of_itself_must_fit(name: str, value: Any, told: str) -> None:
+    class Wrong(ScriptedEnv):
+        def reset(self, **keywords: Any) -> Any:
+            setattr(self, name, value)
+            return super().reset(**keywords)
+
+    with pytest.raises(UserError, match=re.escape(told)):
+        play([[X, 0]], lambda: Wrong(replies=[]))

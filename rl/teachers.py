@@ -1,0 +1,123 @@
+"""Policies that training learns from on its own samples: frozen copies beside the learner, on every
+rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..policy.images import Placed
+from .advantages import distillation
+from .ratio import bounded, difference, masked
+from .reference import score
+from .types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """How much teachers count: ``coefficient`` times advantages of at most ``bound`` nats."""
+
+    coefficient: float
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Who teaches what: a teacher's checkpoint, the ``kinds`` of tasks it teaches (none: all), and
+    its weight beside others that teach the same."""
+
+    folder: str
+    kinds: tuple[str, ...]
+    weight: float
+
+    def about(self, kind: str) -> bool:
+        """Whether tasks of a kind are taught."""
+        return not self.kinds or kind in self.kinds
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """Log-probs [R] of the teachers of each token, weighed, and bool [R] where it has any."""
+
+    logprobs: Tensor
+    known: Tensor
+
+
+class Teachers:
+    """Scores what was sampled, without gradient, and says what to make of it.
+
+    A sequence is scored by the teachers of its kind alone. Where there are several, their log-probs
+    are averaged by weight: that is the sum of the KLs to each of them, but for a factor. Policies
+    stay whole on each rank, in their own precision, those of one folder once.
+    """
+
+    def __init__(
+        self,
+        lessons: Sequence[Lesson],
+        policies: dict[str, Any],
+        setting: Distillation,
+        temperature: float,
+    ) -> None:
+        self.lessons, self.setting, self.temperature = lessons, setting, temperature
+        self.policies = {folder: own.requires_grad_(False) for folder, own in policies.items()}
+        self.device = next(policies[lessons[0].folder].parameters()).device
+
+    def score(self, batch: MicroBatch, positions: np.ndarray) -> Taught:
+        """What the teachers say of the tokens at ``positions`` [R], none of which is a sequence's
+        first."""
+        of = np.searchsorted(batch.cu_seqlens, positions, side="right") - 1
+        total = torch.zeros(len(positions), dtype=torch.float64, device=self.device)
+        weight = torch.zeros_like(total)
+        for lesson in self.lessons:
+            mine = np.array([lesson.about(kind) and not batch.padding for kind in batch.kinds])
+            if not mine[of].any():
+                continue
+            part, kept = _part(batch, mine, positions)
+            own = score(self.policies[lesson.folder], part, kept, self.temperature).double()
+            rows = torch.from_numpy(np.flatnonzero(mine[of])).to(self.device)
+            total.index_add_(0, rows, lesson.weight * own)
+            weight.index_add_(0, rows, torch.full_like(own, lesson.weight))
+        known = weight > 0
+        return Taught((total / torch.where(known, weight, 1.0)).float(), known)
+
+    def teach(
+        self, logprobs: Tensor, taught: Taught, mask: Tensor, denominator: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Advantages [R] for the policy as it is now, and sums over tokens by ``denominator``:
+        tokens that have a teacher, KL(policy || teacher) by the estimator k1, and tokens at the
+        bound."""
+        own = mask & taught.known
+        gap = distillation(logprobs, taught.logprobs, own, bound=self.setting.bound)
+        away = bounded(difference(logprobs.detach(), taught.logprobs, own))
+        at_bound = own & (gap.abs() >= self.setting.bound)
+        sums = {
+            "teacher_tokens": own.to(gap.dtype),
+            "teacher_kl": masked(away, own),
+            "teacher_bounded": at_bound.to(gap.dtype),
+        }
+        told = {name: values.sum() / denominator for name, values in sums.items()}
+        return self.setting.coefficient * gap, told
+
+
+def _part(
+    batch: MicroBatch, mine: np.ndarray, positions: np.ndarray
+) -> tuple[MicroBatch, np.ndarray]:
+    """The sequences of a micro-batch that ``mine`` [N] marks, as far as a policy reads them, and
+    where those of ``positions`` that are theirs are now."""
+    borders, lengths = batch.cu_seqlens, np.diff(batch.cu_seqlens)
+    of = np.repeat(np.arange(len(lengths)), lengths)
+    keep = mine[of]
+    place = np.cumsum(keep) - 1
+    images = [image for image in batch.images if keep[image.start]]
+    part = replace(
+        batch,
+        input_ids=batch.input_ids[keep],
+        cu_seqlens=np.cumsum([0, *lengths[mine]]).astype(borders.dtype),
+        images=tuple(Placed(int(place[image.start]), image.patches) for image in images),
+    )
+    return part, place[positions[keep[positions]]]
