@@ -16,6 +16,15 @@ class EnvConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig:
+    """How the policy speaks (docs/chat-format.md); None is as its checkpoint says."""
+
+    style: Literal["brief", "full"] | None = None  # None of a new policy is brief
+    thinking: bool | None = None  # of full, where it is true unless said: answers have thoughts
+    effort: Literal["none", "low", "medium", "high", "max"] | None = None  # of thinking, said first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     """Episode generation."""
 
@@ -163,6 +172,7 @@ class TrainConfig:
     keep: int = 2  # complete checkpoints kept
     resume: Literal["auto", "never", "required"] = "auto"
     ray_address: str | None = None  # None starts a local Ray
+    chat: ChatConfig = field(default_factory=ChatConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -190,6 +200,7 @@ class StageConfig:
     output: str = "runs/stage"
     seed: int = 0
     vocab_size: int = 512
+    chat: ChatConfig = field(default_factory=ChatConfig)
     env: EnvConfig | None = None  # episodes mixed in
     episode_fraction: float = 0.5  # share of tokens that come from episodes
     ray_address: str | None = None
@@ -202,6 +213,7 @@ class SftConfig:
 
     policy: str
     env: EnvConfig  # its demonstrations are the data
+    chat: ChatConfig = field(default_factory=ChatConfig)
     output: str = "runs/sft"
     seed: int = 0
     context: int
@@ -229,6 +241,7 @@ class EvalConfig:
     allow_longer_context: bool = False
     greedy: bool = False
     ray_address: str | None = None
+    chat: ChatConfig = field(default_factory=ChatConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
 
@@ -242,6 +255,7 @@ class PlayConfig:
     seed: int = 0  # which held-out task
     context: int | None = None  # None is the checkpoint's trained context
     allow_longer_context: bool = False
+    chat: ChatConfig = field(default_factory=ChatConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
 

@@ -1,7 +1,7 @@
 """Environments: the message contract, the registry and the built-in long-horizon tasks."""
 
 from .archive import Archive
-from .base import MessageEnv, ToolEnv, tool
+from .base import MessageEnv
 from .check import check_env
 from .echo import Echo
 from .messages import declare_tools, said, shown, tool_results
@@ -13,6 +13,7 @@ from .registry import (
     resolve_plugins,
     tasks,
 )
+from .tools import ToolEnv, tool
 from .types import Image, Message, StopReason, Task, ToolCall
 
 register("archive-v0", Archive)

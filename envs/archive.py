@@ -15,8 +15,9 @@ from collections import deque
 from typing import Any, Literal
 
 from ..configs.errors import UserError
-from .base import Observation, Step, ToolEnv, tool
+from .base import Observation, Step
 from .text import Fact, fact_table
+from .tools import ToolEnv, tool
 from .types import Message
 
 Page = tuple[Fact | None, tuple[Fact, ...]]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import string
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -19,8 +18,6 @@ Observation = tuple[Message, ...]
 Step = tuple[Observation, float, bool, bool, dict[str, Any]]
 
 _ROUNDING = 1e-6  # relative; what is lost where rewards add up, float32 ones included
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class MessageSpace(spaces.Space[Observation]):
@@ -88,6 +85,15 @@ class MessageEnv(gymnasium.Env[Observation, str]):
         """The right next action in the current state, for demonstrations and checks; optional."""
         raise NotImplementedError(f"{type(self).__name__} has no expert")
 
+    def declarations(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that a policy may call, as JSON schemas; shown to it before the opening
+        messages of an episode where its chat format has tool calls."""
+        return ()
+
+    def as_calls(self, action: str) -> str:
+        """The expert's action as a policy says it whose chat format has tool calls."""
+        return action
+
     @classmethod
     def has_expert(cls) -> bool:
         """Whether the class offers `expert`."""
@@ -112,54 +118,6 @@ class MessageEnv(gymnasium.Env[Observation, str]):
     def draw_key(self) -> int:
         """A 63-bit integer from ``self.np_random``: the identity of a generated episode."""
         return int(self.np_random.integers(2**63 - 1, dtype=np.int64))
-
-
-def tool(method: _Method) -> _Method:
-    """Mark a public method of a `ToolEnv` as a tool; its positional parameters are words."""
-    method.__is_tool__ = True  # type: ignore[attr-defined]
-    return method
-
-
-class ToolEnv(MessageEnv):
-    """An environment whose actions are tool calls in plain text: ``name arg1 arg2 ...``.
-
-    A tool returns a string (shown as a tool message, reward 0) or a whole `Step`. It takes words
-    as strings; ``*words`` takes any number. Unknown tools and wrong arity go to `on_invalid`.
-    """
-
-    _tools: ClassVar[dict[str, inspect.Signature]] = {}
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._tools = {
-            name: inspect.signature(member)
-            for name, member in inspect.getmembers(cls, inspect.isfunction)
-            if getattr(member, "__is_tool__", False) and not name.startswith("_")
-        }
-
-    @classmethod
-    def usage(cls) -> tuple[str, ...]:
-        """One line per tool, e.g. ``note NAME SOURCE``."""
-        return tuple(
-            " ".join([name, *(p.upper() for p in list(signature.parameters)[1:])])
-            for name, signature in cls._tools.items()
-        )
-
-    def step(self, action: str) -> Step:
-        name, *arguments = action.split() or [""]
-        signature = self._tools.get(name)
-        if signature is None:
-            return self.on_invalid(action)
-        try:
-            signature.bind(self, *arguments)
-        except TypeError:
-            return self.on_invalid(action)
-        result = getattr(self, name)(*arguments)
-        return self.reply(result) if isinstance(result, str) else result
-
-    def on_invalid(self, action: str) -> Step:
-        """Called for text that is no tool call; by default the tools are listed and it goes on."""
-        return self.reply("invalid action; tools: " + ", ".join(self.usage()))
 
 
 def succeeded(rewards: Sequence[float], threshold: float, terminated: bool) -> bool:

@@ -18,9 +18,14 @@ from .base import (
     succeeded,
 )
 from .expert import expert_turns
-from .types import Message, Role, Task
+from .types import Action, Message, Role, Task, ToolCall
 
 ODD_TEXTS = ("", "   ", "\x00 \u2603", "no_such_tool a b c", "word " * 2000)
+ODD_CALLS = (
+    Action(Message("assistant", ""), ("call 1: not closed",)),
+    Action(Message("assistant", "", calls=(ToolCall("no_such_tool", {"a": [None]}),))),
+    Action(Message("assistant", "", calls=(ToolCall("step", {"action": "x"}), ToolCall("", "{")))),
+)
 DEFAULT_TASKS = tuple(Task(f"check/{seed}", seed) for seed in range(3))
 _ROLES = get_args(Role)
 
@@ -32,9 +37,9 @@ def check_env(
 
     Checked: threshold, kind and budget, the types of what ``reset`` and ``step`` return, that only
     new messages are returned, that a task and its seed fix the episode, that odd text is answered
-    and not raised, that ``expert``, if there is one, succeeds within ``max_steps``, and that
-    ``close`` may be called twice. ``tasks`` is for environments that read a task's messages or
-    metadata.
+    and not raised, that ``expert``, if there is one, succeeds within ``max_steps``, that declared
+    tools do when they are called what they do in words, and that ``close`` may be called twice.
+    ``tasks`` is for environments that read a task's messages or metadata.
     """
     if not isinstance(env, MessageEnv):
         raise UserError(
@@ -46,8 +51,10 @@ def check_env(
         actions = _expert_actions(checker, task, max_steps) if env.has_expert() else ODD_TEXTS
         if checker.play(task, actions) != checker.play(task, actions):
             checker.fail(f"seed {task.seed} and the same actions gave two different episodes")
-    for text in ODD_TEXTS:
-        checker.play(tasks[0], [text])
+        if env.declarations():
+            checker.compare_calls(task, actions)
+    for action in ODD_TEXTS + (ODD_CALLS if env.declarations() else ()):
+        checker.play(tasks[0], [action])
     for _ in range(2):
         try:
             env.close()
@@ -78,6 +85,19 @@ class _Checker:
             if terminated or truncated:
                 break
         return record
+
+    def compare_calls(self, task: Task, actions: Sequence[str]) -> None:
+        """Tools that are called must do what the same words do."""
+        in_words = self.play(task, actions)
+        called = self.play(task, [self.as_calls(action) for action in actions])
+        if [step[1:] for step in in_words[1:]] != [step[1:] for step in called[1:]]:
+            self.fail(
+                f"seed {task.seed}: its tools gave other rewards, or another end, when they were "
+                "called than in words; let step of ToolEnv read the action"
+            )
+
+    def as_calls(self, action: str) -> str:
+        return self.env.as_calls(action)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ..configs.errors import UserError, foreign_code
 from .base import MessageEnv, succeeded
-from .messages import said
-from .types import Message, Task
+from .messages import opening, said
+from .types import Effort, Message, Task
 
 
 class Demonstrator(Protocol):
@@ -25,6 +25,8 @@ class Demonstrator(Protocol):
 
     def expert(self) -> str: ...
 
+    def as_calls(self, action: str) -> str: ...
+
 
 class Turn(NamedTuple):
     """What the expert was shown, what it said, and what came back."""
@@ -37,8 +39,9 @@ class Turn(NamedTuple):
     truncated: bool
 
 
-def expert_turns(env: Demonstrator, task: Task) -> Iterator[Turn]:
-    """The expert's episode of ``task``, the one that a rollout plays, turn by turn to its end."""
+def expert_turns(env: Demonstrator, task: Task, calls: bool = False) -> Iterator[Turn]:
+    """The expert's episode of ``task``, the one that a rollout plays, turn by turn to its end;
+    with ``calls`` as a policy plays it whose chat format has tool calls."""
     name = type(env).__name__
     with foreign_code(f"env: reset of {name}"):
         shown, _ = env.reset(seed=task.seed, options={"task": task})
@@ -48,6 +51,8 @@ def expert_turns(env: Demonstrator, task: Task) -> Iterator[Turn]:
             action = env.expert()
         if not isinstance(action, str):
             raise UserError(f"env: expert of {name} must return a text, got {action!r:.80}")
+        if calls:
+            action = env.as_calls(action)
         with foreign_code(f"env: step of {name}"):
             reply, reward, terminated, truncated, _ = env.step(action)
             reward = float(reward)
@@ -57,13 +62,21 @@ def expert_turns(env: Demonstrator, task: Task) -> Iterator[Turn]:
         shown, ended = reply, terminated or truncated
 
 
-def expert_messages(env: MessageEnv, task: Task) -> Iterator[Message]:
+def expert_messages(
+    env: MessageEnv, task: Task, calls: bool = False, effort: Effort | None = None
+) -> Iterator[Message]:
     """The messages of `expert_turns` as a rollout would see them: nothing follows the action that
-    ends the episode. Raises `UserError` after one that is no success."""
+    ends the episode. With ``calls`` tools are declared and called; ``effort`` is said at the start.
+    Raises `UserError` after one that is no success."""
     rewards: list[float] = []
     terminated = False
-    for turn in expert_turns(env, task):
-        yield from turn.shown
+    for turn in expert_turns(env, task, calls):
+        if rewards:
+            yield from turn.shown
+        else:
+            with foreign_code(f"env: declarations of {type(env).__name__}"):
+                first = opening(tuple(turn.shown), env.declarations() if calls else (), effort)
+            yield from first
         yield said(turn.action)
         rewards.append(turn.reward)
         terminated = turn.terminated

@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .types import IMAGE_PLACEHOLDER, Action, Image, Message, Role, ToolCall
+from .types import IMAGE_PLACEHOLDER, Action, Effort, Image, Message, Role, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
-Effort = Literal["low", "medium", "high", "max"]
 ToolChoice = Literal["auto", "none", "required"]
 
 _DECLARED = "# Tools\nHere are the available tools, described in JSONSchema.\n\n"
@@ -87,6 +86,25 @@ def conversation(
     after = [tool_choice(choice)] if choice != "auto" else []
     after += [response] if response is not None else []
     return [*before, *messages, *after]
+
+
+def opening(
+    messages: Sequence[Message], tools: Tools = (), effort: Effort | None = None
+) -> tuple[Message, ...]:
+    """The first messages of an episode in the published order: declarations of tools, effort, and
+    what else the environment shows.
+
+    An environment that declares tools or says an effort itself is taken at its word.
+    """
+    kinds = {message.type for message in messages}
+    own = 0
+    while own < len(messages) and messages[own].type == "tool-declare":
+        own += 1
+    declared = (declare_tools(tools),) if tools and "tool-declare" not in kinds else ()
+    guide: tuple[Message, ...] = ()
+    if effort is not None and "thinking-effort" not in kinds:
+        guide = (thinking_effort(effort),)
+    return (*declared, *messages[:own], *guide, *messages[own:])
 
 
 def shown(role: Role, *parts: str | Image | np.ndarray) -> Message:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 Role = Literal["system", "user", "assistant", "tool"]
+Effort = Literal["low", "medium", "high", "max"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from ..configs.errors import RunFailed, UserError
 from ..configs.load import override_config
 from ..configs.schema import EnvConfig, EvalConfig
 from ..envs.registry import resolve_plugins, tasks
-from ..policy.records import check_context, read_config, read_stage
-from ..policy.tokenizer import load_tokenizer
+from ..policy.records import ChatRecord, StageRecord, check_context, read_config, read_stage
+from ..policy.tokenizer import chat_of, load_tokenizer
 from ..rollout.actor import RolloutPool
 from ..rollout.types import Group
 from .cluster import check_gpus, cluster
@@ -36,7 +36,7 @@ from .report import Evaluation, context_line, wilson
 TRIES = 3  # to load a checkpoint of a run at work before it is removed
 # What a success rate is of, beside checkpoint, seed and episodes, which the file holds.
 JUDGED = (
-    *("env.id", "env.kwargs", "context"),
+    *("env.id", "env.kwargs", "context", "chat.effort"),
     *("rollout.temperature", "rollout.max_turn_tokens", "rollout.max_turns"),
 )
 
@@ -74,6 +74,7 @@ def _evaluate(path: str, checkpoint: Path, overrides: list[str]) -> int:
                 context,
                 config.seed,
                 visible_context=config.visible_context,
+                chat=config.chat,
             )
         try:
             result, groups = measure(
@@ -116,18 +117,19 @@ def _check(
     if config.env is None:
         raise UserError(f"{path} belongs to no run with an environment: name one, env.id=...")
     env = resolve_plugins(config.env)
-    trained = read_stage(checkpoint).context
+    record = read_stage(checkpoint)
+    trained = record.context
     context = config.context or trained
     check_context(checkpoint, context, config.allow_longer_context)
     check_first_prompt(
         env,
         context,
-        load_tokenizer(checkpoint),
+        chat_of(load_tokenizer(checkpoint), record, config.chat),
         config.seed,
         config.rollout.env_timeout_s,
         read_config(checkpoint).image_rules,
     )
-    file = output_file(Path(path), _resolved(defaults, trained), _resolved(config, trained))
+    file = output_file(Path(path), _resolved(defaults, record), _resolved(config, record))
     check_writable(file.absolute().parent)
     if file.is_dir():
         raise UserError(f"output {file}: is a folder; name a file")
@@ -199,8 +201,12 @@ def output_file(path: Path, defaults: EvalConfig, config: EvalConfig) -> Path:
     return path / name
 
 
-def _resolved(config: EvalConfig, trained: int) -> EvalConfig:
-    return replace(config, context=config.context or trained)
+def _resolved(config: EvalConfig, record: StageRecord) -> EvalConfig:
+    spoken = record.chat or ChatRecord()
+    given = config.chat.effort
+    effort = spoken.effort if given is None else None if given == "none" else given
+    chat = replace(config.chat, effort=effort)
+    return replace(config, context=config.context or record.context, chat=chat)
 
 
 def _print_table(

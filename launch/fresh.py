@@ -14,11 +14,13 @@ from ..configs.schema import EnvConfig, StageConfig
 from ..envs.base import MessageEnv, checked_threshold
 from ..envs.expert import expert_messages
 from ..envs.registry import make_config, tasks
+from ..envs.types import Message
 from ..policy import Policy, PolicyConfig
 from ..policy.checkpoint import save_checkpoint
 from ..policy.corpus import sample_texts
-from ..policy.records import StageRecord
+from ..policy.records import ChatRecord, StageRecord
 from ..policy.tokenizer import (
+    agreed,
     frequent_words,
     text_token_room,
     tokenizer_sha256,
@@ -44,13 +46,15 @@ def starting_checkpoint(config: StageConfig, folder: Path) -> Path:
             return find_checkpoint(config.policy)
         except UserError as error:
             raise UserError(f"policy {error}; presets: {', '.join(presets)}") from None
+    style = config.chat.style or "brief"
+    record = agreed(config.chat, style, None)
     texts = list(
         sample_texts(config.text, config.seed, max(TEXT_BYTES, BYTES_PER_TOKEN * config.vocab_size))
     )
-    spoken = list(_spoken(config.env, config.seed)) if config.env is not None else []
+    spoken = list(_spoken(config.env, config.seed, record)) if config.env is not None else []
     # Half of the room at most: a vocabulary of whole words alone would spell all other text.
-    words = frequent_words(spoken, max(0, text_token_room(config.vocab_size) // 2))
-    tokenizer = train_tokenizer([*texts, *spoken], config.vocab_size, words)
+    words = frequent_words(spoken, max(0, text_token_room(config.vocab_size, style) // 2))
+    tokenizer = train_tokenizer([*texts, *spoken], config.vocab_size, words, style)
     fields = json.loads(presets[config.policy].read_text(encoding="utf-8"))
     policy_config = PolicyConfig.from_dict(fields | {"vocab_size": config.vocab_size})
     torch.manual_seed(config.seed)
@@ -62,8 +66,8 @@ def starting_checkpoint(config: StageConfig, folder: Path) -> Path:
         flush=True,
     )
     # Trained on nothing: a context of 0 keeps it from being run as if it were.
-    record = StageRecord(0, (), 0, tokenizer_sha256(tokenizer))
-    return save_checkpoint(folder, policy, policy_config, tokenizer, record)
+    stage = StageRecord(0, (), 0, tokenizer_sha256(tokenizer), chat=record)
+    return save_checkpoint(folder, policy, policy_config, tokenizer, stage)
 
 
 def expert_env(config: EnvConfig) -> MessageEnv:
@@ -75,16 +79,29 @@ def expert_env(config: EnvConfig) -> MessageEnv:
     return env
 
 
-def _spoken(config: EnvConfig, seed: int) -> Iterator[str]:
-    """What is said in some episodes."""
+def _spoken(config: EnvConfig, seed: int, record: ChatRecord | None) -> Iterator[str]:
+    """What is said in some episodes, and in their calls; ``record`` of a policy that makes some."""
+    effort = None if record is None else record.effort
     env = expert_env(config)
     left = EPISODE_CHARACTERS
     try:
         for task in tasks(config.id, "train", 0, EPISODES, seed):
-            for message in expert_messages(env, task):
-                left -= len(message.content)
-                yield message.content
+            for message in expert_messages(env, task, record is not None, effort):
+                for text in _texts(message):
+                    left -= len(text)
+                    yield text
                 if left <= 0:
                     return
     finally:
         env.close()
+
+
+def _texts(message: Message) -> Iterator[str]:
+    """All that a policy has to spell in a message."""
+    yield from (text for text in (message.content, message.thinking) if text)
+    for call in message.calls:
+        yield call.tool
+        given = {"": call.arguments} if isinstance(call.arguments, str) else call.arguments
+        for name, value in given.items():
+            yield name
+            yield value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -14,7 +14,7 @@ from ..envs.registry import make_config, tasks
 from ..envs.types import Message, Task
 from ..policy.checkpoint import load_checkpoint
 from ..policy.records import check_context, read_config, read_stage
-from ..policy.tokenizer import ChatFormat, load_tokenizer
+from ..policy.tokenizer import chat_of, load_tokenizer
 from ..rollout.episode import run_groups
 from ..rollout.generator import NativeGenerator
 from ..rollout.types import Trajectory
@@ -41,10 +41,11 @@ def _play_policy(config: PlayConfig, task: Task) -> None:
     rules = read_config(folder).image_rules
     context = config.context or read_stage(folder).context
     check_context(folder, context, config.allow_longer_context)
+    chat = chat_of(load_tokenizer(folder), read_stage(folder), config.chat)
     vision = check_first_prompt(
         config.env,
         context,
-        load_tokenizer(folder),
+        chat,
         config.seed,
         config.rollout.env_timeout_s,
         rules,
@@ -55,7 +56,7 @@ def _play_policy(config: PlayConfig, task: Task) -> None:
         [task],
         1,
         lambda: make_config(config.env),
-        ChatFormat(checkpoint.tokenizer, images=rules if vision else None),
+        chat.seeing(rules) if vision else chat,
         config.rollout,
         context,
     )

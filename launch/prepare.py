@@ -17,7 +17,7 @@ from ..configs.load import dump_config, parse_config
 from ..configs.schema import EnvConfig, TrainConfig
 from ..envs.registry import EnvBuildError, make_config, resolve_plugins, tasks
 from ..policy.records import StageRecord, check_context, read_config, read_stage
-from ..policy.tokenizer import ChatFormat, load_tokenizer
+from ..policy.tokenizer import ChatFormat, chat_of, load_tokenizer
 from ..policy.value import VALUE_FILE
 from ..policy.vision_config import ImageRules
 from ..rl.algorithms import make_algorithm
@@ -26,7 +26,7 @@ from . import checkpoints
 from .checkpoints import Found, RunState
 
 # A run keeps these for life: its start, data, random numbers and moments follow from them.
-IDENTITY = ("policy", "env", "seed", "group_size", "groups_per_step", "learner.optimizer")
+IDENTITY = ("policy", "env", "chat", "seed", "group_size", "groups_per_step", "learner.optimizer")
 RUN_FOLDERS = ("checkpoints", "rollouts")  # one of them is there as soon as a run has begun
 
 
@@ -82,8 +82,10 @@ def prepare(config: TrainConfig) -> Run:
     rules = read_config(checkpoint).image_rules
     tokenizer = load_tokenizer(checkpoint)
     check_context(checkpoint, config.context, config.allow_longer_context)
+    stage = read_stage(checkpoint)
+    chat = chat_of(tokenizer, stage, config.chat)
     vision = check_first_prompt(
-        config.env, config.context, tokenizer, config.seed, config.rollout.env_timeout_s, rules
+        config.env, config.context, chat, config.seed, config.rollout.env_timeout_s, rules
     )
     state = resumed.state if resumed else RunState(0, 0, "")
     return Run(
@@ -92,7 +94,7 @@ def prepare(config: TrainConfig) -> Run:
         checkpoint,
         resumed,
         tokenizer,
-        read_stage(checkpoint),
+        replace(stage, chat=chat.record),
         notes,
         vision,
         state.step,
@@ -128,7 +130,7 @@ def find_checkpoint(path: str | Path) -> Path:
 def check_first_prompt(
     env: EnvConfig,
     context: int,
-    tokenizer: PreTrainedTokenizerFast,
+    chat: ChatFormat,
     seed: int,
     timeout_s: float,
     rules: ImageRules | None,
@@ -138,7 +140,8 @@ def check_first_prompt(
     task = tasks(env.id, "train", 0, 1, seed)[0]
     calls = EnvCalls(1, timeout_s)
     try:
-        calls.submit(None, "reset", partial(build, partial(make_config, env), task))
+        make = partial(make_config, env)
+        calls.submit(None, "reset", partial(build, make, task, chat.calls, chat.effort))
         ((_, outcome),) = calls.ready(wait=True)
         if outcome.fault is not None:
             raise UserError(_reset_failed(env, outcome.fault))
@@ -152,7 +155,8 @@ def check_first_prompt(
         raise UserError(
             f"env.id {env.id}: shows images, but the policy's config.json has no vision_config"
         )
-    chat = ChatFormat(tokenizer, images=rules if vision else None)
+    if vision:
+        chat = chat.seeing(rules)
     length = len(chat.render_reply(messages)) + len(chat.prompt())
     if length >= context:
         raise UserError(

@@ -31,8 +31,8 @@ from ..policy.corpus import (
     load_demonstrations,
     save_demonstrations,
 )
-from ..policy.records import StageRecord, check_context
-from ..policy.tokenizer import ChatFormat, load_tokenizer, tokenizer_sha256
+from ..policy.records import StageRecord, check_context, read_stage
+from ..policy.tokenizer import ChatFormat, chat_of, load_tokenizer, tokenizer_sha256
 from ..rl.sft import SftStep, join_processes, train_on_demonstrations
 from .files import json_line, sole_user
 from .fresh import expert_env
@@ -63,7 +63,7 @@ def run_sft(config: SftConfig) -> Path:
 def _run_sft(config: SftConfig, parent: Path) -> None:
     """`run_sft` of a checked config, while the output is this process's own."""
     begin = time.perf_counter()
-    demonstrations = collect(config, ChatFormat(load_tokenizer(parent)))
+    demonstrations = collect(config, _chat(config, parent))
     lengths = [len(d.token_ids) for d in demonstrations]
     print(
         f"sft: {len(lengths)} demonstrations of {min(lengths)} to {max(lengths)} tokens, "
@@ -160,6 +160,7 @@ def _train(rank: int, config: SftConfig, parent: str, scratch: str) -> None:
             start.stage.tokens_seen + tokens,
             tokenizer_sha256(start.tokenizer),
             parent,
+            _chat(config, Path(parent)).record,
         )
         output = Path(config.output)
         notes = {
@@ -175,6 +176,10 @@ def _train(rank: int, config: SftConfig, parent: str, scratch: str) -> None:
         torch.distributed.destroy_process_group()
 
 
+def _chat(config: SftConfig, parent: Path) -> ChatFormat:
+    return chat_of(load_tokenizer(parent), read_stage(parent), config.chat)
+
+
 def collect(config: SftConfig, chat: ChatFormat) -> list[Demonstration]:
     """Demonstrations of training tasks, enough to fill all steps once."""
     env = expert_env(config.env)
@@ -183,7 +188,8 @@ def collect(config: SftConfig, chat: ChatFormat) -> list[Demonstration]:
     try:
         while missing > 0:
             for task in tasks(config.env.id, "train", len(found), 256, config.seed):
-                found.append(demonstration(expert_messages(env, task), chat, config.context))
+                played = expert_messages(env, task, chat.calls, chat.effort)
+                found.append(demonstration(played, chat, config.context))
                 missing -= len(found[-1].token_ids)
                 if missing <= 0:
                     break
@@ -203,6 +209,7 @@ def _check(config: SftConfig, parent: Path, output: Path) -> None:
     _check_output(parent, output)
     check_writable(output.parent)  # where a checkpoint is made, to be renamed when it is whole
     check_context(parent, config.context, allow_longer=False)
+    _chat(config, parent)
 
 
 def _check_output(parent: Path, output: Path) -> None:

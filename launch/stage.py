@@ -29,7 +29,7 @@ from ..configs.text import STDLIB
 from ..envs.registry import resolve_plugins
 from ..policy.corpus import Packed, cut
 from ..policy.records import StageRecord, read_stage
-from ..policy.tokenizer import ChatFormat, load_tokenizer
+from ..policy.tokenizer import ChatFormat, chat_of, load_tokenizer
 from ..rl.actor import LearnerGroup
 from .cluster import check_gpus, cluster
 from .files import sole_user, write_whole
@@ -43,7 +43,7 @@ SETTLING_STEPS = 4
 FINAL_LR = 0.1  # of the last stage's rate, reached at its end
 UNTRAINED = "0-untrained"  # the folder of a new policy, until the run is done
 # A run that goes on keeps these: its data and what was trained so far follow from them.
-IDENTITY = ("policy", "stages", "text", "seed", "vocab_size", "env", "episode_fraction")
+IDENTITY = (*("policy", "stages", "text", "seed", "vocab_size", "chat", "env", "episode_fraction"),)
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ def _run_stages(config: StageConfig, output: Path) -> Path:
             f"stages: the first context {config.stages[0].context} is shorter than "
             f"the {record.context} tokens that {start} was trained for"
         )
-    chat = ChatFormat(load_tokenizer(start))
+    chat = chat_of(load_tokenizer(start), record, config.chat)
     check_episodes(config, len(finished), chat)
     fixed = fixed_text(config, chat)
     stored = output / "config.yaml"
@@ -154,6 +154,7 @@ def _train_stages(
                 run.tokens,
                 record.tokenizer_sha256,
                 None if start.name == UNTRAINED else str(start),
+                chat.record,
             )
             start = Path(config.output) / "stages" / f"{len(record.stages)}-{context}"
             learner.save_policy(start, record)

@@ -46,7 +46,7 @@ def corpus_of(
 
         def episode(number: int) -> np.ndarray:
             task = tasks(id, split, number, 1, config.seed)[0]
-            played = expert_messages(envs[number % len(envs)], task)
+            played = expert_messages(envs[number % len(envs)], task, chat.calls, chat.effort)
             return demonstration(played, chat, context).token_ids
 
         yield PackedCorpus(text, episode, config.episode_fraction, config.seed)
@@ -86,7 +86,8 @@ def _play_one(env: MessageEnv, tried: Sequence[Task], chat: ChatFormat, context:
     """Play demonstrations until one fits; `EpisodeTooLong` if none of them does."""
     for task in tried:
         try:
-            demonstration(expert_messages(env, task), chat, context)
+            played = expert_messages(env, task, chat.calls, chat.effort)
+            demonstration(played, chat, context)
             return
         except EpisodeTooLong:
             if task == tried[-1]:

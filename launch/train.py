@@ -140,6 +140,7 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
             config.context,
             config.seed,
             record_routes=config.learner.replay == "rollout",
+            chat=config.chat,
         )
         stack.callback(pool.close)
         if run.saved is not None:

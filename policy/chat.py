@@ -22,10 +22,12 @@ from typing import cast
 from transformers import PreTrainedTokenizerFast
 
 from ..configs.errors import UserError
-from ..envs.types import IMAGE_PLACEHOLDER, Action, Message, Role
+from ..configs.schema import ChatConfig
+from ..envs.types import IMAGE_PLACEHOLDER, Action, Effort, Message, Role
 from . import xtml
 from .bpe import MEDIA_TOKENS, SPECIAL_TOKENS, Style
 from .images import Placed, count_tokens, expand, place, prepare
+from .records import ChatRecord, StageRecord
 from .vision_config import ImageRules
 from .xtml import CLOSE, END_OF_MESSAGE, MEDIA_PAD, OPEN, ROLES, SEPARATOR, Piece, Reply
 
@@ -53,11 +55,53 @@ def chat_style(tokenizer: PreTrainedTokenizerFast) -> Style:
     return "brief" if whole and not others else "full"
 
 
+def agreed(wanted: ChatConfig, style: Style, stage: StageRecord | None) -> ChatRecord | None:
+    """How a policy speaks whose tokenizer is of ``style``, None for the brief one; UserError where
+    that is not what is wanted.
+
+    Its messages must be those that it was trained on, so a wish can only agree with what its
+    checkpoint says. ``effort`` is free: it is something the policy is told.
+    """
+    if wanted.style not in (None, style):
+        raise UserError(
+            f"chat.style={wanted.style}: the policy's tokenizer speaks the {style} style; leave "
+            f"the setting out, or make a new policy with farhorizon stage chat.style={wanted.style}"
+        )
+    if style == "brief":
+        for name, value in (("thinking", wanted.thinking), ("effort", wanted.effort)):
+            if value not in (None, False, "none"):
+                shown = str(value).lower()
+                raise UserError(f"chat.{name}={shown} needs the full chat style, this is brief")
+        return None
+    record = None if stage is None else stage.chat
+    thinking = record.thinking if record else wanted.thinking is not False
+    if wanted.thinking not in (None, thinking):
+        raise UserError(
+            f"chat.thinking={str(wanted.thinking).lower()}: the policy was trained with "
+            f"chat.thinking={str(thinking).lower()}, as its stage.json says; leave the setting out"
+        )
+    effort = record.effort if record and wanted.effort is None else wanted.effort
+    if effort == "none":
+        effort = None
+    if effort is not None and not thinking:
+        raise UserError(f"chat.effort={effort} needs chat.thinking=true")
+    return ChatRecord(thinking, effort)
+
+
+def chat_of(
+    tokenizer: PreTrainedTokenizerFast, stage: StageRecord, wanted: ChatConfig
+) -> ChatFormat:
+    """The format of a checkpoint with that tokenizer and record; errors as `agreed`."""
+    record = agreed(wanted, chat_style(tokenizer), stage) or ChatRecord()
+    return ChatFormat(tokenizer, thinking=record.thinking, effort=record.effort)
+
+
 class ChatFormat:
     """Messages as token ids, each message on its own, so that a conversation only ever grows.
 
     ``style`` is what the tokenizer speaks unless given. ``thinking`` is of the full style:
-    without it an assistant's message has no thoughts. ``images`` are the rules of a policy that
+    without it an assistant's message has no thoughts; ``effort`` is what it is told of them at the
+    start of an episode. ``images`` are the rules of a policy that
     sees images; without them a message with images is a `UserError`. Example in the brief style:
     ``Message("tool", " json io")`` is ``[<|open|>, tool, <|sep|>, " json", " io",
     <|end_of_msg|>]``.
@@ -69,7 +113,9 @@ class ChatFormat:
         style: Style | None = None,
         thinking: bool = True,
         images: ImageRules | None = None,
+        effort: Effort | None = None,
     ) -> None:
+        self.effort: Effort | None = effort
         self.image_rules = images
         self.tokenizer = tokenizer
         self.style: Style = style or chat_style(tokenizer)
@@ -85,6 +131,20 @@ class ChatFormat:
         self._forbidden = {index for index, name in self._names.items() if name != "[UNK]"}
         self._longest = max(map(len, self._backend.get_vocab()))  # characters of a token
         self._words = {word: self._encode(word) for word in xtml.WORDS}
+
+    def seeing(self, images: ImageRules | None) -> ChatFormat:
+        """The same format with images."""
+        return ChatFormat(self.tokenizer, self.style, self.thinking, images, self.effort)
+
+    @property
+    def calls(self) -> bool:
+        """Whether the policy can call tools."""
+        return self.style == "full"
+
+    @property
+    def record(self) -> ChatRecord | None:
+        """What a checkpoint says of it."""
+        return ChatRecord(self.thinking, self.effort) if self.style == "full" else None
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ from .records import (
     one_line,
     read_config,
     read_stage,
+    stage_fields,
     write_json,
 )
 from .shards import INDEX_FILE, SINGLE_FILE, write_shard
@@ -91,7 +92,7 @@ def save_checkpoint(
         write_json(
             temporary / "config.json", saved_fields(config.to_dict(), changes, dtype, export)
         )
-        write_json(temporary / STAGE_FILE, asdict(stage))
+        write_json(temporary / STAGE_FILE, stage_fields(stage))
         _write_preprocessor(temporary, config)
         for name, text in (notes or {}).items():
             (temporary / name).write_text(text, encoding="utf-8")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ..configs.errors import UserError
+from ..envs.types import Effort
 from .config import PolicyConfig
 from .published import text_fields
 
 STAGE_FILE = "stage.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
+EFFORTS: list[str] = [*get_args(Effort)]
 
 # Without these a file would silently get the size or the function of another policy.
 _REQUIRED_FIELDS = (
@@ -64,11 +66,21 @@ _STAGE_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class ChatRecord:
+    """Of a policy that speaks the full chat style: whether it thinks, and the effort that it is
+    asked for at the start of an episode, if any."""
+
+    thinking: bool = True
+    effort: Effort | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StageRecord:
     """What a policy has been trained for: ``stage.json``.
 
     ``context`` is the longest sequence in tokens it may be run on, ``stages`` the contexts it
-    went through, ``parent`` the folder it was made from. Example: ``StageRecord(65536, (8192,
+    went through, ``parent`` the folder it was made from, ``chat`` how it speaks, where its
+    tokenizer does not say it all. Example: ``StageRecord(65536, (8192,
     65536), 2_000_000, "0b1c...", "runs/stage")``.
     """
 
@@ -77,6 +89,7 @@ class StageRecord:
     tokens_seen: int
     tokenizer_sha256: str
     parent: str | None = None
+    chat: ChatRecord | None = None
 
 
 def read_config(folder: str | Path) -> PolicyConfig:
@@ -144,6 +157,7 @@ def read_stage(folder: str | Path) -> StageRecord:
             raise UserError(f"{file}: {name}={fields[name]!r} must be {wanted}")
     known: dict[str, Any] = {name: fields[name] for name in _STAGE_FIELDS}
     known["stages"] = tuple(fields["stages"])
+    known["chat"] = _read_chat(file, fields.get("chat"))
     record = StageRecord(**known)
     config = Path(folder) / "config.json"
     said = read_config(folder).max_position_embeddings if config.is_file() else record.context
@@ -153,6 +167,25 @@ def read_stage(folder: str | Path) -> StageRecord:
             f"max_position_embeddings={said}; correct the one that is wrong"
         )
     return record
+
+
+def _read_chat(file: Path, fields: Any) -> ChatRecord | None:
+    if fields is None:
+        return None
+    if not isinstance(fields, dict) or fields.keys() != {"thinking", "effort"}:
+        raise UserError(f"{file}: chat must be null or hold thinking and effort")
+    thinking, effort = fields["thinking"], fields["effort"]
+    if not isinstance(thinking, bool):
+        raise UserError(f"{file}: chat.thinking={thinking!r} must be true or false")
+    if effort not in (None, *EFFORTS):
+        raise UserError(f"{file}: chat.effort={effort!r} must be null or one of {listed(EFFORTS)}")
+    return ChatRecord(thinking, effort)
+
+
+def stage_fields(record: StageRecord) -> dict[str, Any]:
+    """What ``stage.json`` holds; of ``chat`` nothing where there is nothing to say."""
+    fields = asdict(record)
+    return fields if record.chat is not None else {n: v for n, v in fields.items() if n != "chat"}
 
 
 def check_context(folder: str | Path, context: int, allow_longer: bool) -> None:

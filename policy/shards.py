@@ -78,6 +78,12 @@ class Shards:
                 raise UserError(
                     f"{self.folder / INDEX_FILE}: tensors missing in the shards: {listed(lost)}"
                 )
+            unnamed = sorted(found.keys() - placed.keys()) if placed else []
+            if unnamed:
+                raise UserError(
+                    f"{self.folder / INDEX_FILE}: does not name tensors of the shards: "
+                    f"{listed(unnamed)}"
+                )
             self._stack = self._stack.pop_all()
         return self
 

@@ -19,7 +19,7 @@ from .bpe import (
     train_tokenizer,
     wrap,
 )
-from .chat import ChatFormat, control_id
+from .chat import ChatFormat, agreed, chat_of, control_id
 from .xtml import END_OF_MESSAGE, MEDIA_PAD, ROLES
 
 __all__ = [
@@ -29,6 +29,8 @@ __all__ = [
     "ROLES",
     "SPECIAL_TOKENS",
     "ChatFormat",
+    "agreed",
+    "chat_of",
     "control_id",
     "frequent_words",
     "load_tokenizer",

@@ -105,7 +105,11 @@ def read_reply(sampled: Iterable[Piece], thinking: bool = True) -> Reply:
     first, *others = _elements([*prompt_pieces(thinking), *sampled], faults)
     if others:
         faults.append("it goes on after the end of the message")
-    return Reply(_message(first, thinking, faults), tuple(faults))
+    message = _message(first, thinking, faults)
+    named = tuple(call for call in message.calls if call.tool)
+    if len(named) < len(message.calls):  # no result could be the answer to it
+        faults.append("a call names no tool")
+    return Reply(replace(message, calls=named), tuple(faults))
 
 
 def _content(message: Message) -> list[Piece]:

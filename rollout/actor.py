@@ -14,11 +14,11 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 
 from ..configs.errors import RunFailed, UserError, last_line
-from ..configs.schema import EnvConfig, RolloutConfig
+from ..configs.schema import ChatConfig, EnvConfig, RolloutConfig
 from ..envs.registry import make_config, resolve_plugins
 from ..envs.types import Task
 from ..policy.checkpoint import load_checkpoint
-from ..policy.tokenizer import ChatFormat
+from ..policy.tokenizer import chat_of
 from ..policy.weights import Bucket, PolicyVersion, Publication
 from .calls import EnvCalls
 from .episode import run_groups
@@ -44,7 +44,9 @@ class RolloutActor:
         seed: int,
         visible_context: int | None = None,
         record_routes: bool = False,
+        chat: ChatConfig | None = None,
     ) -> None:
+        self._wanted = chat or ChatConfig()
         self._checkpoint, self._env, self._config = checkpoint, env, rollout
         self._context, self._seed, self._visible = context, seed, visible_context
         self._record_routes = record_routes
@@ -72,7 +74,8 @@ class RolloutActor:
         )
         self._receiver = WeightReceiver(policy)
         rules = policy.config.image_rules if env.shows_images else None
-        self._chat = ChatFormat(checkpoint.tokenizer, images=rules)
+        chat = chat_of(checkpoint.tokenizer, checkpoint.stage, self._wanted)
+        self._chat = chat if rules is None else chat.seeing(rules)
         self._calls = EnvCalls(self._config.concurrency, self._config.env_timeout_s)
         return os.getpid()
 
@@ -133,6 +136,7 @@ class RolloutPool:
         seed: int,
         visible_context: int | None = None,
         record_routes: bool = False,
+        chat: ChatConfig | None = None,
     ) -> None:
         self._max_error_fraction = rollout.max_error_fraction
         threads = {"OMP_NUM_THREADS": str(rollout.threads)} if rollout.threads > 0 else {}
@@ -144,7 +148,7 @@ class RolloutPool:
             runtime_env={"env_vars": threads},
         )(RolloutActor)
         own = (checkpoint, resolve_plugins(env), rollout, context, seed)
-        how = (visible_context, record_routes)
+        how = (visible_context, record_routes, chat)
         self.actors: list[Any] = [actor.remote(*own, *how) for _ in range(rollout.actors)]
         self.version: PolicyVersion | None = None  # None: as in the checkpoint
         try:

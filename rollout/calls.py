@@ -17,8 +17,9 @@ import numpy as np
 
 from ..configs.errors import UserError, place_of
 from ..envs.base import MessageEnv, check_declared
+from ..envs.messages import opening
 from ..envs.registry import EnvBuildError
-from ..envs.types import Message, Role, Task
+from ..envs.types import Effort, Message, Role, Task
 
 _SLOW_MEAN_S = 0.002  # a kind of call with a larger mean goes to the threads,
 _SLOW_TOTAL_S = 0.1  # once that has cost this much
@@ -261,13 +262,20 @@ def _seconds(outcome: Outcome | UserError) -> float:
     return outcome.seconds if isinstance(outcome, Outcome) else 0.0
 
 
-def build(factory: Callable[[], MessageEnv], task: Task) -> tuple[MessageEnv, tuple[Message, ...]]:
-    """A fresh environment, reset for the task, and its opening messages."""
+def build(
+    factory: Callable[[], MessageEnv],
+    task: Task,
+    calls: bool = False,
+    effort: Effort | None = None,
+) -> tuple[MessageEnv, tuple[Message, ...]]:
+    """A fresh environment, reset for the task, and its opening messages; for a policy that
+    ``calls`` its tools with their declarations, and with the effort that it is asked for."""
     env = factory()
     try:
         messages, _ = env.reset(seed=task.seed, options={"task": task})
         check_declared(env)
-        return env, checked_messages(messages)
+        tools = env.declarations() if calls else ()
+        return env, opening(checked_messages(messages), tools, effort)
     except BaseException:
         with suppress(Exception):
             env.close()

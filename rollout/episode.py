@@ -12,7 +12,7 @@ import numpy as np
 
 from ..configs.schema import RolloutConfig
 from ..envs.base import MessageEnv, succeeded
-from ..envs.types import Message, StopReason, Task
+from ..envs.types import Effort, Message, StopReason, Task
 from ..policy.images import Placed
 from .calls import EnvCalls, Outcome, answer, build, number, shown
 from .sampler import stream_key
@@ -38,6 +38,12 @@ class Chat(Protocol):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def calls(self) -> bool: ...
+
+    @property
+    def effort(self) -> Effort | None: ...
 
     def prompt(self) -> list[int]: ...
 
@@ -191,7 +197,7 @@ class _Run:
         self.calls.submit(
             (partial(self._on_reset, wave), episode),
             "reset",
-            partial(build, self.env_factory, episode.task),
+            partial(build, self.env_factory, episode.task, self.chat.calls, self.chat.effort),
         )
 
     def _on_reset(self, wave: _Wave, episode: _Episode, outcome: Outcome) -> None:

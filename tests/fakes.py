@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from farhorizon.envs import MessageEnv, register, said, shown
+from farhorizon.envs import MessageEnv, ToolEnv, register, said, shown, tool
 from farhorizon.envs.base import Observation, Step
 from farhorizon.envs.types import Message
 from farhorizon.policy import Policy
@@ -41,6 +41,9 @@ class WordChat:
         self.words = list(words)
         self._cut = re.compile("|".join(sorted(map(re.escape, words), key=len, reverse=True)))
         self.stop_token_ids = (0,)
+
+    calls = False
+    effort = None
 
     def ids(self, text: str) -> list[int]:
         return [2 + self.words.index(word) for word in self._cut.findall(text)]
@@ -317,6 +320,29 @@ class TurnsEnv(MessageEnv):
 
 
 register("turns-v0", TurnsEnv)
+
+
+class LampEnv(ToolEnv):
+    """Two lamps to light, one after the other; a quarter of the reward for a wrong one."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        self.wanted = [str(w) for w in self.np_random.choice(["red", "green", "blue"], 2)]
+        return (Message("user", self.wanted[0]),), {}
+
+    @tool
+    def light(self, lamp: str) -> Step:
+        """Light one lamp."""
+        reward = 0.5 if lamp == self.wanted.pop(0) else 0.125
+        return self.reply(self.wanted[0], reward=reward) if self.wanted else self.finish(reward)
+
+    def expert(self) -> str:
+        return f"light {self.wanted[0]}"
+
+
+register("lamps-v0", LampEnv)
 
 
 class FakeMeter:

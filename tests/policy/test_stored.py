@@ -334,6 +334,10 @@ def test_an_index_must_be_right(tmp_path: Path) -> None:
         index.write_text(json.dumps({"weight_map": placed | wrong}))
         with pytest.raises(UserError, match=message):
             load_policy(folder)
+    index.write_text(json.dumps({"weight_map": {n: placed[n] for n in names[2:]}}))
+    message = f"does not name tensors of the shards: {names[0]}, {names[1]}$"
+    with pytest.raises(UserError, match=message):
+        load_policy(folder)
     index.write_text(json.dumps({"weight_map": placed}))
     shard = folder / "b.safetensors"
     shard.write_bytes(shard.read_bytes()[:-7])

@@ -127,6 +127,18 @@ def test_what_a_policy_would_write_is_trained_and_nothing_else() -> None:
     assert not any(piece.trained for piece in prompt_pieces())
 
 
+def test_a_call_of_nothing_is_not_handed_on() -> None:
+    """No result could say that it is the answer to it."""
+    nameless = TOOLS.replace('tool="find"', 'tool=""')
+    reply = read_reply(
+        split(f"{THINK}{RESPONSE}{nameless}{END}".removeprefix("<|open|>think<|sep|>"))
+    )
+    assert reply == (
+        Message("assistant", "Looking.", thinking="Where?"),
+        ("a call names no tool",),
+    )
+
+
 def test_the_prompt_is_how_an_assistant_message_begins() -> None:
     prompt = [piece[:2] for piece in prompt_pieces()]
     assert prompt == [piece[:2] for piece in message_pieces(ASSISTANT)][: len(prompt)]
