@@ -1,10 +1,11 @@
-"""Stock vLLM on a checkpoint folder, in this process: the log-probs and routes that it gives."""
+"""Stock vLLM on a checkpoint folder: the log-probs and routes it gives, and how fast it decodes."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,20 @@ import torch
 from ..configs.errors import RunFailed, UserError
 
 BATCHED_TOKENS = 8192  # of a prefill step: longer prompts go on from the states of the last one
+TIMED_BATCHED_TOKENS = 16384  # the same where decode steps are timed: fewer that prefill as well
+# Kernels that need packages which its wheel does not bring everywhere. They are for several GPUs,
+# and for sampling from a part of the distribution.
+_UNUSED = ("VLLM_KIMI_K3_GEMM_AR", "VLLM_ENABLE_GEMM_RS", "VLLM_USE_FLASHINFER_SAMPLER")
+
+
+def _import() -> Any:
+    """The package; UserError without it."""
+    for name in _UNUSED:
+        os.environ.setdefault(name, "0")
+    try:
+        return importlib.import_module("vllm")
+    except ImportError as error:
+        raise UserError(f"vllm cannot be imported here ({error}); see launch/vllm-env.sh") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +56,7 @@ def serve(
     UserError without vLLM, RunFailed if it gives no routes.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine shares this process and GPU
-    try:
-        vllm: Any = importlib.import_module("vllm")
-    except ImportError as error:
-        raise UserError(f"vllm cannot be imported here ({error}); see launch/vllm-env.sh") from None
+    vllm = _import()
     longest = max(map(len, prompts)) + sampled
     engine = vllm.LLM(
         model=str(folder),
@@ -91,3 +103,64 @@ def read_output(output: Any) -> Served:
         found = "none" if routes is None else f"those of {len(routes)}"
         raise RunFailed(f"vllm: routes of {len(token_ids) - 1} tokens wanted, got {found}")
     return Served(token_ids, len(prompt), np.array(logprobs, np.float32), np.asarray(routes))
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A run of `DecodeEngine`: its seconds, and of the first sequence the sampled ``token_ids``
+    int64 [T] with their ``logprobs`` fp32 [T], None where none were asked for."""
+
+    seconds: float
+    token_ids: np.ndarray
+    logprobs: np.ndarray | None
+
+
+class DecodeEngine:
+    """Stock vLLM that samples behind the same prompts again and again, in bf16 at temperature 1.
+
+    Nothing of a run is left for the next one: prefixes are not kept. With CUDA graphs there is one
+    of a step of all sequences, unless ``eager``. UserError without vLLM.
+    """
+
+    def __init__(
+        self, folder: str | Path, prompts: Sequence[np.ndarray], tokens: int, eager: bool
+    ) -> None:
+        self._vllm = _import()
+        self._asked = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
+        graphs = {"compilation_config": {"cudagraph_capture_sizes": [len(prompts)]}}
+        self._engine = self._vllm.LLM(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            enforce_eager=eager,
+            max_model_len=max(map(len, prompts)) + tokens + 1,
+            max_num_seqs=len(prompts),
+            max_num_batched_tokens=TIMED_BATCHED_TOKENS,
+            gpu_memory_utilization=0.6,
+            enable_prefix_caching=False,
+            **({} if eager else graphs),
+        )
+
+    def run(self, tokens: int, logprobs: bool) -> Decoded:
+        """Prefill all prompts and sample ``tokens`` behind each; RunFailed if it gives fewer."""
+        params = self._vllm.SamplingParams(
+            max_tokens=tokens,
+            temperature=1.0,
+            logprobs=0 if logprobs else None,
+            flat_logprobs=True,
+            detokenize=False,
+            ignore_eos=True,
+        )
+        start = time.perf_counter()
+        given = self._engine.generate(self._asked, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        fewest = min(len(output.outputs[0].token_ids) for output in given)
+        if fewest != tokens:
+            raise RunFailed(f"vllm: {tokens} tokens wanted, got {fewest}")
+        first = given[0].outputs[0]
+        token_ids = np.array(first.token_ids)
+        if not logprobs:
+            return Decoded(seconds, token_ids, None)
+        pairs = zip(first.logprobs, token_ids.tolist(), strict=True)
+        found = np.array([entry[token].logprob for entry, token in pairs], np.float32)
+        return Decoded(seconds, token_ids, found)
