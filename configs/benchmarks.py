@@ -96,11 +96,12 @@ class StepBenchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBenchConfig:
-    """Decode steps on this GPU beside what its memory allows."""
+    """Decode steps on this GPU beside what its memory allows, and beside those of vLLM."""
 
     policy: str = "1b"  # preset, folder or config.json: its sizes; weights are drawn
     sequences: tuple[int, ...] = (256,)  # that a step reads one token of each
     context: int = 4096  # tokens that each sequence has
+    peers: tuple[str, ...] = ()  # vllm, on the same weights: it takes some minutes
     repeats: int = 30  # steps behind each median
     seed: int = 0
     output: str | None = None  # file that gets a JSON line for each number of sequences

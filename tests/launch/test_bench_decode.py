@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import subprocess
 import sys
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from farhorizon.configs.benchmarks import DecodeBenchConfig
 from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.load import override_config
-from farhorizon.launch import decode_measure
-from farhorizon.launch.bench_decode import bench_decode, line
+from farhorizon.launch import decode_measure, decode_peers
+from farhorizon.launch.bench_decode import bench_decode, line, peer_line
 from farhorizon.launch.decode_measure import Timed, check_steps, floor_bytes
-from farhorizon.launch.parity import random_policy
+from farhorizon.launch.decode_peers import beside
+from farhorizon.launch.parity import random_policy, score
 from farhorizon.launch.plan import read_policy
 from farhorizon.launch.step_measure import small_config
 from farhorizon.policy import Policy
+from farhorizon.rollout.vllm import Decoded, DecodeEngine
 
 SMALL = small_config(read_policy("1b")[0])
 
@@ -34,6 +40,11 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> Policy:
         (["sequences=[]"], "sequences: name at least one number of them"),
         (["sequences=[0]"], "sequences=[0] must be at least 1"),
         (["context=0"], "context=0 must be at least 1"),
+        (["peers=[sglang]"], "peers: 'sglang' is none; known: vllm, or [] for none"),
+        (
+            ["peers=[vllm]", "context=200"],
+            "context=200: beside a peer it must be above 214, or peers=[]",
+        ),
     ],
 )
 def test_mistakes_are_one_line(overrides: list[str], message: str) -> None:
@@ -90,3 +101,62 @@ def test_the_line_of_a_figure() -> None:
         "  256 x 4096 tokens    4.000 ms a step, 50.0% of copy, with the host    5.120 ms, "
         "   50,000 tokens/s"
     )
+
+
+class FakeEngine:
+    """Prefills in 5 s, then takes 10 ms a step; its log-probs are those of ``policy``, moved."""
+
+    def __init__(self, policy: Policy, prompt: np.ndarray, moved: float = 0.0) -> None:
+        self.policy, self.prompt, self.moved = policy, prompt, moved
+
+    def run(self, tokens: int, logprobs: bool) -> Decoded:
+        ids = np.random.default_rng(1).integers(self.policy.config.vocab_size, size=tokens)
+        found = None
+        if logprobs:
+            every = score(self.policy, torch.from_numpy(np.concatenate((self.prompt, ids))))
+            found = every.logprobs[-tokens:].float().numpy() + np.float32(self.moved)
+        return Decoded(5 + tokens * 0.01, ids, found)
+
+
+def test_tokens_beside_a_peer_by_hand() -> None:
+    """256 prompts of 4,096 tokens are 64 prefill steps of 16,384: 144 tokens, with 384 timed ones
+    behind them the middle is at 336."""
+    assert decode_peers.few_tokens(256, 4096) == 144
+    assert decode_peers.prompt_length(256, 4096) == 4096 - 336
+    with pytest.raises(UserError, match=r"context=200: beside a peer it must be above 208, or"):
+        decode_peers.prompt_length(1, 200)
+
+
+def test_prefill_is_subtracted(policy: Policy) -> None:
+    prompts = decode_peers.draw_prompts(policy.config.vocab_size, 2, 9, 0)
+    engine = FakeEngine(policy, prompts[0])
+    steps = iter([2.0, 4.0, 4.0, 5.0, 5.0, 8.0])
+    found = list(decode_peers.compare(engine, policy, prompts, 217, "eager", lambda: next(steps)))
+    assert [one.logprobs for one in found] == [True, False]
+    assert [one.milliseconds for one in found] == pytest.approx([10, 10])
+    assert (found[0].ours, found[1].ours) == ((2.0, 4.0, 4.0), (5.0, 5.0, 8.0))
+    assert found[0].error == 0 and found[1].error is None
+    assert peer_line(found[0], 256) == (
+        "vllm, eager, with log-probs: 10.000 ms a step (10.000, 10.000), 25,600 tokens/s, "
+        "2.50 times ours, log-probs 0.0000 nat off"
+    )
+
+
+@pytest.mark.parametrize("moved", [0.03, float("nan")])
+def test_a_peer_on_other_weights_is_not_measured(policy: Policy, moved: float) -> None:
+    prompts = decode_peers.draw_prompts(policy.config.vocab_size, 1, 9, 0)
+    engine = FakeEngine(policy, prompts[0], moved)
+    with pytest.raises(RunFailed, match=r"vllm \(graphs\): log-probs .* nat off ours"):
+        next(decode_peers.compare(engine, policy, prompts, 217, "graphs", lambda: 1.0))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
+def test_without_vllm_the_process_says_so() -> None:
+    start = partial(DecodeEngine, "nowhere", [np.zeros(1, np.int64)], 1, True)
+    with pytest.raises(UserError, match="vllm cannot be imported here"), beside(start):
+        pass
+
+
+def test_a_process_that_ends_is_one_line() -> None:
+    with pytest.raises(RunFailed, match="its process ended"), beside(partial(os._exit, 3)):
+        pass

@@ -1,0 +1,239 @@
+"""A generator over an engine that takes requests: ids of a whole sequence in, one completion out.
+
+Such an engine (`farhorizon.rollout.vllm`) has no sessions. What sequences share it finds again in
+a cache of prefixes, whose entries carry a salt: states that other weights made are never found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+
+from ..configs.errors import RunFailed, UserError
+from ..policy.images import Placed
+from .types import Completion, FinishReason, GeneratorCounters, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A completion behind ``token_ids`` int64 [T]; its draws depend on ``seed`` alone, and it
+    shares states with requests of the same ``salt``. Of one that ``leads`` the first token is
+    told."""
+
+    session: int
+    token_ids: np.ndarray
+    params: SamplingParams
+    seed: int
+    salt: str
+    leads: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A completion: ``token_ids`` int32 [n], ``logprobs`` fp32 [n], ``versions`` int32 [n]; and how
+    many of the request's tokens the cache had states of."""
+
+    session: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish: FinishReason
+    cached: int
+
+
+class RequestEngine(Protocol):
+    """What serves requests; sequences have at most ``limit`` tokens."""
+
+    limit: int
+
+    def add(self, request: Request) -> None:
+        """Queue a request; a session has one at a time."""
+        ...
+
+    def step(self) -> tuple[list[int], list[Answer]]:
+        """One forward pass: leading sessions that have a token, and completions that ended."""
+        ...
+
+    def abort(self, sessions: Sequence[int]) -> None:
+        """Forget the requests of these sessions."""
+        ...
+
+    def set_version(self, number: int) -> None:
+        """Tokens that are sampled from now on are of this weight version."""
+        ...
+
+
+@dataclass(slots=True)
+class _Session:
+    """A sequence: its ids in pieces, and how many tokens its trajectory has before them."""
+
+    key: int
+    before: int
+    pieces: list[np.ndarray]
+    length: int
+    version: int  # of the weights that its last request began with
+    fresh: int = 0  # tokens that no request had before
+    opened: bool = True  # its first request has not been answered
+
+    def append(self, token_ids: np.ndarray) -> None:
+        self.pieces.append(token_ids)
+        self.length += len(token_ids)
+
+
+@dataclass(slots=True)
+class _Followers:
+    """Siblings that wait until the state of their prompt is made."""
+
+    sessions: list[int] = field(default_factory=list)
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+def request_seed(key: int, position: int) -> int:
+    """Of a completion whose first token has this index in the trajectory, in [0, 2**63)."""
+    text = f"{key}\0{position}".encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+class RequestGenerator:
+    """`Generator` on a `RequestEngine`: each turn is a request with all that came before.
+
+    Siblings wait for the first token of the first of them, and find the states of their prompt
+    then. After a change of weights a running completion goes on, and the versions of its tokens
+    say so; the next turn of its session is read by the new weights alone, unless ``keep_states``.
+    A completion depends on its key and the index of its first token, never on its company.
+    """
+
+    def __init__(self, engine: RequestEngine, seed: int = 0, keep_states: bool = False) -> None:
+        self._engine, self.seed, self._keep_states = engine, seed, keep_states
+        self.counters = GeneratorCounters()
+        self._last_session = -1
+        self._sessions: dict[int, _Session] = {}
+        self._asked: set[int] = set()
+        self._followers: dict[int, _Followers] = {}
+        self.version = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @version.setter
+    def version(self, number: int) -> None:
+        self._version = number
+        self._engine.set_version(number)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._asked)
+
+    def open(
+        self,
+        prompt: np.ndarray,
+        keys: Sequence[int],
+        params: SamplingParams,
+        position: int | None = None,
+        images: Sequence[Placed] = (),
+    ) -> list[int]:
+        """As in `Generator`; ``position`` is the length of the trajectory where the prompt is
+        only its end (default: the length of the prompt)."""
+        if len(prompt) == 0 or not keys:
+            raise ValueError("open: a session needs a prompt token and a key")
+        self._check(len(prompt), params, images)
+        ids = np.asarray(prompt, np.int64)
+        before = 0 if position is None else position - len(ids)
+        sessions = list(range(self._last_session + 1, self._last_session + 1 + len(keys)))
+        self._last_session = sessions[-1]
+        for session, key in zip(sessions, keys, strict=True):
+            one = _Session(key, before, [ids], len(ids), self._version, len(ids))
+            self._sessions[session] = one
+        self._asked.update(sessions)
+        if len(sessions) > 1:
+            self._followers[sessions[0]] = _Followers(sessions[1:], params)
+        self._ask(sessions[0], params, leads=len(sessions) > 1)
+        self.counters.prompt_tokens += len(ids) * len(keys)
+        return sessions
+
+    def extend(
+        self,
+        session: int,
+        token_ids: np.ndarray,
+        params: SamplingParams,
+        images: Sequence[Placed] = (),
+    ) -> None:
+        assert session not in self._asked, "extend: the session is still sampling"
+        one = self._sessions[session]
+        self._check(one.length + len(token_ids), params, images)
+        one.append(np.asarray(token_ids, np.int64))
+        one.fresh += len(token_ids)
+        self._asked.add(session)
+        self._ask(session, params)
+        self.counters.prompt_tokens += len(token_ids)
+
+    def step(self) -> list[tuple[int, Completion]]:
+        if not self._asked:
+            return []
+        begun, answers = self._engine.step()
+        self.counters.steps += 1
+        for session in {*begun, *(answer.session for answer in answers)} & set(self._followers):
+            group = self._followers.pop(session)
+            for follower in group.sessions:
+                self._ask(follower, group.params)
+        return [(answer.session, self._take(answer)) for answer in answers]
+
+    def close(self, session: int) -> None:
+        assert session not in self._asked, "close: the session is sampling"
+        del self._sessions[session]
+
+    def clear(self) -> None:
+        waiting = {s for group in self._followers.values() for s in group.sessions}
+        self._engine.abort(sorted(self._asked - waiting))
+        self._sessions.clear()
+        self._followers.clear()
+        self._asked.clear()
+
+    def _check(self, length: int, params: SamplingParams, images: Sequence[Placed]) -> None:
+        if params.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {params.max_tokens}")
+        if images:
+            raise UserError("rollout: this engine takes no images; use the native one")
+        if length + params.max_tokens > self._engine.limit:
+            raise UserError(
+                f"context={self._engine.limit}: a sequence of {length} tokens with "
+                f"{params.max_tokens} to sample is longer"
+            )
+
+    def _ask(self, session: int, params: SamplingParams, leads: bool = False) -> None:
+        one = self._sessions[session]
+        if len(one.pieces) > 1:
+            one.pieces = [np.concatenate(one.pieces)]
+        one.version = self._version
+        seed = request_seed(one.key, one.before + one.length)
+        salt = "kept" if self._keep_states else str(self._version)
+        self._engine.add(Request(session, one.pieces[0], params, seed, salt, leads))
+
+    def _take(self, answer: Answer) -> Completion:
+        if len(answer.logprobs) != len(answer.token_ids) or len(answer.token_ids) == 0:
+            raise RunFailed(
+                f"rollout: {len(answer.logprobs)} log-probs of {len(answer.token_ids)} tokens"
+            )
+        if not np.isfinite(answer.logprobs).all():
+            raise RunFailed(
+                "rollout: a log-prob is not finite: the weights of this policy have grown too "
+                "large; go on from an earlier checkpoint, with a lower lr"
+            )
+        one, counters = self._sessions[answer.session], self.counters
+        read = one.length - answer.cached
+        counters.prefill_tokens += read
+        counters.renewed_tokens += max(0, read - one.fresh)
+        if one.opened:
+            counters.reused_tokens += answer.cached
+        counters.sampled_tokens += len(answer.token_ids)
+        counters.stale_tokens += int(np.count_nonzero(answer.versions != one.version))
+        # The last token was drawn but not read.
+        one.fresh, one.opened = 1, False
+        one.append(np.asarray(answer.token_ids, np.int64))
+        self._asked.remove(answer.session)
+        return Completion(answer.token_ids, answer.logprobs, answer.versions, answer.finish)

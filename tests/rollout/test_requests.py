@@ -1,0 +1,176 @@
+"""Sessions over an engine that takes whole requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from farhorizon.configs.errors import RunFailed, UserError
+from farhorizon.policy.images import Placed
+from farhorizon.rollout.requests import Answer, Request, RequestGenerator, request_seed
+from farhorizon.rollout.types import Completion, FinishReason, Generator, SamplingParams
+
+PROMPT = np.arange(1, 11)
+FOUR = SamplingParams(max_tokens=4)
+
+
+class HashEngine:
+    """Draws tokens from a request's seed and their index; has states of all it was given."""
+
+    def __init__(self, limit: int = 64, logprob: float = -1.0) -> None:
+        self.limit, self.logprob = limit, logprob
+        self.number = 0
+        self.requests: list[Request] = []
+        self._running: dict[int, tuple[Request, list[int], list[int], int]] = {}
+        self._known: dict[str, list[list[int]]] = {}
+
+    def add(self, request: Request) -> None:
+        assert request.session not in self._running
+        self.requests.append(request)
+        ids = request.token_ids.tolist()
+        hits = [
+            sum(1 for _ in _common(ids[:-1], known)) for known in self._known.get(request.salt, [])
+        ]
+        self._running[request.session] = (request, [], [], max(hits, default=0))
+
+    def step(self) -> tuple[list[int], list[Answer]]:
+        begun: list[int] = []
+        answers: list[Answer] = []
+        for session, (request, tokens, versions, cached) in list(self._running.items()):
+            self._known.setdefault(request.salt, []).append([*request.token_ids.tolist(), *tokens])
+            tokens.append(int(np.random.default_rng((request.seed, len(tokens))).integers(50)))
+            versions.append(self.number)
+            stop = tokens[-1] in request.params.stop_token_ids
+            if not stop and len(tokens) < request.params.max_tokens:
+                begun += [session] if request.leads else []
+                continue
+            del self._running[session]
+            reason = FinishReason.STOP if stop else FinishReason.LENGTH
+            logprobs = np.full(len(tokens), self.logprob, np.float32)
+            drawn, by = np.array(tokens, np.int32), np.array(versions, np.int32)
+            answers.append(Answer(session, drawn, logprobs, by, reason, cached))
+        return begun, answers
+
+    def abort(self, sessions: Sequence[int]) -> None:
+        for session in sessions:
+            del self._running[session]
+
+    def set_version(self, number: int) -> None:
+        self.number = number
+
+
+def _common(left: Sequence[int], right: Sequence[int]):
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            return
+        yield a
+
+
+def play(generator: Generator) -> dict[int, Completion]:
+    found: dict[int, Completion] = {}
+    while generator.busy:
+        found |= dict(generator.step())
+    return found
+
+
+def test_siblings_wait_for_the_state_of_their_prompt() -> None:
+    engine = HashEngine()
+    generator = RequestGenerator(engine)
+    sessions = generator.open(PROMPT, [7, 8, 9], FOUR)
+    assert [(r.session, r.leads) for r in engine.requests] == [(sessions[0], True)]
+    assert generator.step() == []
+    assert [r.session for r in engine.requests] == sessions
+    found = play(generator)
+    assert sorted(found) == sessions
+    assert len({tuple(found[s].token_ids) for s in sessions}) == 3
+    counters = generator.counters
+    assert (counters.prompt_tokens, counters.reused_tokens, counters.prefill_tokens) == (30, 18, 12)
+    assert (counters.sampled_tokens, counters.renewed_tokens, counters.steps) == (12, 0, 5)
+
+
+def test_a_first_token_that_ends_the_completion_starts_the_siblings_too() -> None:
+    engine = HashEngine()
+    generator = RequestGenerator(engine)
+    sessions = generator.open(PROMPT, [7, 8], SamplingParams(max_tokens=1))
+    assert [session for session, _ in generator.step()] == [sessions[0]]
+    assert [session for session, _ in generator.step()] == [sessions[1]]
+    assert not generator.busy and generator.step() == []
+
+
+def test_company_changes_no_sample() -> None:
+    alone, crowd = RequestGenerator(HashEngine()), RequestGenerator(HashEngine())
+    one = alone.open(PROMPT, [8], FOUR)[0]
+    crowd.open(PROMPT[:3], [1, 2], SamplingParams(max_tokens=9))
+    crowd.step()
+    two = crowd.open(PROMPT, [7, 8], FOUR)[1]
+    assert play(alone)[one].token_ids.tolist() == play(crowd)[two].token_ids.tolist()
+
+
+def test_a_turn_is_a_request_with_all_before_it() -> None:
+    engine = HashEngine()
+    generator = RequestGenerator(engine)
+    session = generator.open(PROMPT, [7], FOUR, position=30)[0]
+    first = play(generator)[session].token_ids.tolist()
+    generator.extend(session, np.array([3, 4]), FOUR)
+    play(generator)
+    assert engine.requests[1].token_ids.tolist() == [*PROMPT.tolist(), *first, 3, 4]
+    assert [r.seed for r in engine.requests] == [request_seed(7, 30), request_seed(7, 36)]
+    assert generator.counters.prompt_tokens == 12
+    assert generator.counters.prefill_tokens == 10 + 3  # the last token drawn, and two given
+    assert generator.counters.renewed_tokens == 0
+    generator.close(session)
+    with pytest.raises(KeyError):
+        generator.extend(session, np.array([1]), FOUR)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_states_of_old_weights_are_read_again_unless_kept(keep: bool) -> None:
+    engine = HashEngine()
+    generator = RequestGenerator(engine, keep_states=keep)
+    session = generator.open(PROMPT, [7], FOUR)[0]
+    generator.step()
+    generator.version = 3
+    completion = play(generator)[session]
+    assert completion.versions.tolist() == [0, 3, 3, 3]
+    assert generator.counters.stale_tokens == 3
+    generator.extend(session, np.array([3]), FOUR)
+    assert play(generator)[session].versions.tolist() == [3] * 4
+    assert generator.counters.renewed_tokens == (0 if keep else 13)
+    assert [r.salt for r in engine.requests] == (["kept"] * 2 if keep else ["0", "3"])
+
+
+def test_clear_forgets_what_runs_and_what_waits() -> None:
+    engine = HashEngine()
+    generator = RequestGenerator(engine)
+    generator.open(PROMPT, [7, 8], FOUR)
+    generator.open(PROMPT[:2], [9], FOUR)
+    generator.clear()
+    assert not generator.busy and engine.step() == ([], [])
+    session = generator.open(PROMPT, [7], FOUR)[0]
+    assert session == 3 and list(play(generator)) == [3]
+
+
+def test_what_cannot_be_asked_for() -> None:
+    generator = RequestGenerator(HashEngine(limit=12))
+    with pytest.raises(UserError, match="context=12: a sequence of 10 tokens with 4 to sample"):
+        generator.open(PROMPT, [7], FOUR)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1"):
+        generator.open(PROMPT, [7], SamplingParams(max_tokens=0))
+    with pytest.raises(ValueError, match="needs a prompt token"):
+        generator.open(PROMPT[:0], [7], FOUR)
+    with pytest.raises(UserError, match="takes no images"):
+        generator.open(PROMPT, [7], FOUR, images=[Placed(0, np.zeros((1, 1)))])
+    session = generator.open(PROMPT[:4], [7], FOUR)[0]
+    play(generator)
+    with pytest.raises(UserError, match="a sequence of 9 tokens with 4"):
+        generator.extend(session, np.array([1]), FOUR)
+    assert not generator.busy
+
+
+def test_a_log_prob_that_is_none_stops_the_run() -> None:
+    generator = RequestGenerator(HashEngine(logprob=float("-inf")))
+    generator.open(PROMPT, [7], SamplingParams(max_tokens=1))
+    with pytest.raises(RunFailed, match="a log-prob is not finite"):
+        generator.step()

@@ -1,0 +1,80 @@
+"""vLLM behind the generator: its answers by hand, and the real engine where it is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from farhorizon.configs.errors import RunFailed
+from farhorizon.rollout.types import FinishReason
+from farhorizon.rollout.vllm import read_answer
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"  # made by launch/vllm-env.sh
+
+
+def output(**changes: object) -> SimpleNamespace:
+    """What vLLM gives of a finished request."""
+    completion = {
+        "token_ids": [7, 8],
+        "logprobs": [{7: SimpleNamespace(logprob=-1.0)}, {8: SimpleNamespace(logprob=-2.0)}],
+        "finish_reason": "stop",
+        "weight_versions": [
+            SimpleNamespace(version="4", start=0, end=1),
+            SimpleNamespace(version="5", start=1, end=2),
+        ],
+    }
+    one = SimpleNamespace(**completion | changes)
+    return SimpleNamespace(request_id="12", outputs=[one], num_cached_tokens=16)
+
+
+def test_an_answer_is_read() -> None:
+    found = read_answer(output())
+    assert (found.session, found.cached, found.finish) == (12, 16, FinishReason.STOP)
+    assert found.token_ids.tolist() == [7, 8] and found.token_ids.dtype == np.int32
+    assert found.logprobs.tolist() == [-1, -2] and found.logprobs.dtype == np.float32
+    assert found.versions.tolist() == [4, 5]
+
+
+def test_an_answer_that_is_not_whole_is_refused() -> None:
+    with pytest.raises(RunFailed, match="a request ended with abort"):
+        read_answer(output(finish_reason="abort"))
+    spans = [SimpleNamespace(version="4", start=1, end=2)]
+    with pytest.raises(RunFailed, match="the weight version of some tokens"):
+        read_answer(output(weight_versions=spans))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: bash launch/vllm-env.sh")
+def test_the_real_engine_on_a_dense_policy(tmp_path: Path) -> None:
+    """Sampling, prefixes, stops and a change of weights in flight, on the CPU in fp32."""
+    done = subprocess.run(
+        [PYTHON, Path(__file__).with_name("vllm_worker.py"), tmp_path],
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    out = json.loads(done.stdout.splitlines()[-1])
+    for name in ("error", "turn_error", "greedy_error", "new_error", "renewed_error"):
+        assert out[name] < 1e-4, name
+    assert len({tuple(tokens) for tokens in out["group"]}) == 3
+    assert out["alone"] == out["group"][1]  # company changes no sample
+    assert out["turn"] != out["group"][0]
+    assert out["reused"] == 2 * 256  # of 300 tokens, in whole blocks of 128
+    assert (out["stopped"], out["finish"]) == (out["group"][0][:4], "stop")
+    assert out["versions"] == [0] * 5 + [1] * 7
+    assert out["stale"] == 7
+    assert out["found_of_old"] == 0
+    assert out["renewed"] == 50 + 11
+    assert out["after_clear"]
+    assert out["too_long"] == "context=512: a sequence of 300 tokens with 300 to sample is longer"
+    assert out["no_memory"].startswith("vllm does not start on ")
+    assert "memory=0.001, context=512 and concurrency=8 set what it needs" in out["no_memory"]
