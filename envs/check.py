@@ -78,7 +78,7 @@ class _Checker:
     def play(self, task: Task, actions: Sequence[str]) -> list[Any]:
         """Reset, then act until the episode or the actions end; everything that came back."""
         opening = self.reset(seed=task.seed, options={"task": task})[0]
-        record: list[Any] = [opening, self.env.kind, self.env.budget]
+        record: list[Any] = [(opening, self.env.kind, self.env.budget)]
         for action in actions:
             observation, reward, terminated, truncated, _ = self.step(action)
             record.append((observation, reward, terminated or truncated))
