@@ -138,3 +138,20 @@ def test_a_token_of_weight_zero_is_not_counted_as_clipped(loss: Callable[..., Lo
         weights=torch.tensor([1.0, 0.0]),
     )
     assert float(out.metrics["clip_fraction"]) == 0.5 == float(out.metrics["clip_fraction_high"])
+
+
+@pytest.mark.parametrize("loss", [grpo, gspo, cispo, k25])
+def test_clipping_is_told_by_side(loss: Callable[..., LossOutput]) -> None:
+    """Five sequences of a token: two below the range, one above, one inside, one masked."""
+    ratios = torch.tensor([0.1, 0.2, 9.0, 1.0, 9.0])
+    out = loss(
+        ratios.log(),
+        torch.zeros(5),
+        torch.tensor([-1.0, -1.0, 1.0, 1.0, 1.0]),
+        torch.arange(5) < 4,
+        sequence_ids=torch.arange(5),
+        denominator=4,
+        clip_low=0.5,
+    )
+    sides = {side: float(out.metrics[f"clip_fraction{side}"]) for side in ("", "_low", "_high")}
+    assert sides == {"": 0.75, "_low": 0.5, "_high": 0.25}
