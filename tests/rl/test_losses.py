@@ -106,6 +106,7 @@ def test_values_outside_of_the_mask_do_not_count() -> None:
     assert gradient.tolist() == [0.0, 1.0, 0.0, 0.0]
     assert float(out.metrics["value_error"]) == pytest.approx((4 + 4) / 4)
     assert float(out.metrics["value_clip_fraction"]) == 0.5
+    assert not any(metric.requires_grad for metric in out.metrics.values())
 
 
 def test_likelihood_without_weights_leaves_out_what_is_masked() -> None:
@@ -138,3 +139,22 @@ def test_a_token_of_weight_zero_is_not_counted_as_clipped(loss: Callable[..., Lo
         weights=torch.tensor([1.0, 0.0]),
     )
     assert float(out.metrics["clip_fraction"]) == 0.5 == float(out.metrics["clip_fraction_high"])
+
+
+@pytest.mark.parametrize("loss", [grpo, gspo, cispo, k25])
+def test_clipping_is_told_by_side(loss: Callable[..., LossOutput]) -> None:
+    """Five sequences of a token: two below the range, one above, one inside, one masked."""
+    ratios = torch.tensor([0.1, 0.2, 1.5, 1.0, 9.0], requires_grad=True)
+    out = loss(
+        ratios.log(),
+        torch.zeros(5),
+        torch.tensor([-1.0, -1.0, 1.0, 1.0, 1.0]),
+        torch.arange(5) < 4,
+        sequence_ids=torch.arange(5),
+        denominator=4,
+        clip_low=0.5,
+        clip_high=0.2,
+    )
+    assert not any(x.requires_grad for x in (*out.metrics.values(), *out.maxima.values()))
+    sides = {side: float(out.metrics[f"clip_fraction{side}"]) for side in ("", "_low", "_high")}
+    assert sides == {"": 0.75, "_low": 0.5, "_high": 0.25}
