@@ -22,6 +22,7 @@ from torch import Tensor
 from ..configs.errors import UserError
 from ..kernels.moe import mxfp4_decode
 from .records import listed, one_line, read_json
+from .weights import TensorSpec, WeightManifest
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -89,6 +90,20 @@ class Shards:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+def stored_manifest(folder: Path) -> WeightManifest:
+    """The tensors of a checkpoint folder as its files name them; `UserError` if one has a dtype
+    that no policy has."""
+    specs: list[TensorSpec] = []
+    with Shards(folder) as shards:
+        for stored in sorted(shards.tensors.values(), key=lambda one: one.name):
+            dtype = _DTYPES.get(stored.dtype)
+            if dtype is None:
+                raise UserError(f"{folder}: {stored.name} has dtype {stored.dtype}")
+            name = str(dtype).removeprefix("torch.")
+            specs.append(TensorSpec(stored.name, stored.shape, name))
+    return WeightManifest(tuple(specs))
 
 
 def open_tensors(path: Path, stack: ExitStack) -> list[StoredTensor]:

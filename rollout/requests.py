@@ -114,16 +114,8 @@ class RequestGenerator:
         self._sessions: dict[int, _Session] = {}
         self._asked: set[int] = set()
         self._followers: dict[int, _Followers] = {}
-        self.version = 0
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @version.setter
-    def version(self, number: int) -> None:
-        self._version = number
-        self._engine.set_version(number)
+        self.version = self._told = 0
+        engine.set_version(0)
 
     @property
     def busy(self) -> bool:
@@ -147,7 +139,7 @@ class RequestGenerator:
         sessions = list(range(self._last_session + 1, self._last_session + 1 + len(keys)))
         self._last_session = sessions[-1]
         for session, key in zip(sessions, keys, strict=True):
-            one = _Session(key, before, [ids], len(ids), self._version, len(ids))
+            one = _Session(key, before, [ids], len(ids), self.version, len(ids))
             self._sessions[session] = one
         self._asked.update(sessions)
         if len(sessions) > 1:
@@ -175,6 +167,9 @@ class RequestGenerator:
     def step(self) -> list[tuple[int, Completion]]:
         if not self._asked:
             return []
+        if self._told != self.version:
+            self._told = self.version
+            self._engine.set_version(self.version)
         begun, answers = self._engine.step()
         self.counters.steps += 1
         for session in {*begun, *(answer.session for answer in answers)} & set(self._followers):
@@ -209,9 +204,9 @@ class RequestGenerator:
         one = self._sessions[session]
         if len(one.pieces) > 1:
             one.pieces = [np.concatenate(one.pieces)]
-        one.version = self._version
+        one.version = self.version
         seed = request_seed(one.key, one.before + one.length)
-        salt = "kept" if self._keep_states else str(self._version)
+        salt = "kept" if self._keep_states else str(self.version)
         self._engine.add(Request(session, one.pieces[0], params, seed, salt, leads))
 
     def _take(self, answer: Answer) -> Completion:

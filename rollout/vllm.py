@@ -7,7 +7,7 @@ import gc
 import importlib
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from ..configs.errors import RunFailed, UserError, last_line
+from ..policy.shards import stored_manifest
+from ..policy.weights import WeightManifest
 from .requests import Answer, Request
 from .types import FinishReason
 
@@ -191,6 +193,7 @@ class VllmEngine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self._vllm = _import()
         self.limit = limit
+        self._manifest = stored_manifest(Path(folder))
         self._ids: dict[int, str] = {}  # the engine's own, of running requests
         arguments = self._vllm.EngineArgs(
             model=str(folder),
@@ -243,10 +246,18 @@ class VllmEngine:
     def set_version(self, number: int) -> None:
         self._engine.set_weight_version(str(number))
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Put tensors of the published names in the place of those that are served, between two
-        steps; what vLLM derives from them is made anew."""
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Put tensors in the place of those that are served, between two steps; what vLLM derives
+        from them is made anew.
+
+        RunFailed, and nothing is touched, unless they are those of the checkpoint folder by name,
+        shape and dtype: vLLM itself leaves out what is missing, and serves what it has then.
+        """
+        difference = self._manifest.difference(WeightManifest.of(weights))
+        if difference is not None:
+            raise RunFailed(f"weight sync refused: {difference}")
+        given = iter(weights.items())
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": given})
 
 
 def read_answer(output: Any) -> Answer:

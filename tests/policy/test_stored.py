@@ -16,6 +16,8 @@ from farhorizon.configs.errors import UserError
 from farhorizon.kernels.moe import mxfp4_decode, mxfp4_encode
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.checkpoint import load_policy, save_policy
+from farhorizon.policy.shards import stored_manifest
+from farhorizon.policy.weights import WeightManifest
 
 WIDE = ("A_log", "dt_bias", "_conv1d.weight", "o_norm.weight")
 EXPERTS = "model.layers.1.block_sparse_moe.experts"
@@ -387,3 +389,16 @@ def test_loading_and_saving_need_little_more_than_the_policy(
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     loading, saving = map(float, done.stdout.split())
     assert 0.9 < loading < 1.15 and loading <= saving < 1.15
+
+
+def test_the_manifest_of_a_folder_is_read_from_its_headers(tmp_path: Path) -> None:
+    state = {
+        "b": torch.zeros(2, 3, dtype=torch.bfloat16),
+        "a": torch.zeros(4),
+        "c": torch.zeros(()),
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    assert stored_manifest(tmp_path) == WeightManifest.of(state)
+    save_file({"a": torch.zeros(2, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="a has dtype I64"):
+        stored_manifest(tmp_path)

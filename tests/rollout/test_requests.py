@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from farhorizon.configs.errors import RunFailed, UserError
-from farhorizon.policy.images import Placed
+from farhorizon.policy.images import Patches, Placed
 from farhorizon.rollout.requests import Answer, Request, RequestGenerator, request_seed
 from farhorizon.rollout.types import Completion, FinishReason, Generator, SamplingParams
 
@@ -160,8 +160,9 @@ def test_what_cannot_be_asked_for() -> None:
         generator.open(PROMPT, [7], SamplingParams(max_tokens=0))
     with pytest.raises(ValueError, match="needs a prompt token"):
         generator.open(PROMPT[:0], [7], FOUR)
+    image = Placed(0, Patches(np.zeros((1, 3, 2, 2), np.uint8), (1, 1, 1), 1))
     with pytest.raises(UserError, match="takes no images"):
-        generator.open(PROMPT, [7], FOUR, images=[Placed(0, np.zeros((1, 1)))])
+        generator.open(PROMPT, [7], FOUR, images=[image])
     session = generator.open(PROMPT[:4], [7], FOUR)[0]
     play(generator)
     with pytest.raises(UserError, match="a sequence of 9 tokens with 4"):

@@ -71,6 +71,9 @@ def test_the_real_engine_on_a_dense_policy(tmp_path: Path) -> None:
     assert out["reused"] == 2 * 256  # of 300 tokens, in whole blocks of 128
     assert (out["stopped"], out["finish"]) == (out["group"][0][:4], "stop")
     assert out["versions"] == [0] * 5 + [1] * 7
+    name = "weight sync refused: model.layers.0.self_attn.k_proj.weight"
+    assert out["lost"] == f"{name}: missing on the other side"
+    assert out["rounded"] == f"{name}: float32 [64, 64] here, bfloat16 [64, 64] there"
     assert out["stale"] == 7
     assert out["found_of_old"] == 0
     assert out["renewed"] == 50 + 11

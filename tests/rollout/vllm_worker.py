@@ -23,6 +23,7 @@ from farhorizon.rollout.types import Completion, SamplingParams
 from farhorizon.rollout.vllm import VllmEngine
 
 LIMIT, VOCABULARY = 512, 512
+LOST = "model.layers.0.self_attn.k_proj.weight"
 PROMPT = np.arange(1, 301)
 HOT = SamplingParams(temperature=0.7, max_tokens=12)
 
@@ -96,7 +97,15 @@ def main() -> None:
     running = generator.open(PROMPT[:50], [3], SamplingParams(1.0, 12))[0]
     for _ in range(5):
         assert not generator.step()
-    engine.load((name, tensor.clone()) for name, tensor in new.state_dict().items())
+    weights = dict(new.state_dict())
+    lost = {name: tensor for name, tensor in weights.items() if name != LOST}
+    rounded = weights | {LOST: weights[LOST].bfloat16()}
+    for wrong, name in ((lost, "lost"), (rounded, "rounded")):
+        try:
+            engine.load(wrong)
+        except RunFailed as caught:
+            out[name] = str(caught)
+    engine.load(weights)
     generator.version = 1
     spanning = play(generator)[running]
     out["versions"] = spanning.versions.tolist()
