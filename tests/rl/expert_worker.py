@@ -101,9 +101,9 @@ def trained(name: str, stage: int, batches: Sequence[Share], **changes: Any) -> 
 
 
 def steps() -> None:
-    """Three steps; of seven sequences one by one, so that a rank has a batch of padding."""
+    """Two steps; of seven sequences one by one, so that a rank has a batch of padding."""
     for stage in STAGES:
-        batches = [share(samples(step)) for step in range(3)]
+        batches = [share(samples(step)) for step in range(2)]
         own = trained(f"steps-{stage}", stage, batches, weight_decay=0.1, router_lr=0.5)
         held = [len(part.w1) for part in own.engine.policy.modules() if isinstance(part, Experts)]
         OUT[f"held-{stage}"] = held
