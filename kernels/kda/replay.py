@@ -16,7 +16,7 @@ import torch
 from ..device import on_device_of, takes_kernels
 from ..precision import as_given
 from .chunk import CHUNK, chunk_kda_torch
-from .naive import check_inputs, prepare, sequence_bounds
+from .naive import check_inputs, prepare, query_scale, sequence_bounds
 
 NAMES = ("q", "k", "v", "g", "beta")
 
@@ -143,8 +143,8 @@ def replay_kda(
 
         options = Options(
             bounds,
-            width**-0.5 if scale is None else scale,
-            lower_bound,
+            query_scale(scale, width),
+            float(lower_bound),
             use_qk_l2norm_in_kernel,
             use_gate_in_kernel,
             use_beta_sigmoid_in_kernel,
