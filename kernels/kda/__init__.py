@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..conv import short_conv
+from ..device import takes_kernels
 from ..norm import gated_norm
 from ..precision import as_given, widest
 from .blocked import chunk_kda_blocked
@@ -69,15 +70,17 @@ def chunk_kda(
 
     On a GPU with v in bf16 or fp16, and q and k read in v's dtype, Triton kernels run (in Gluon on
     Hopper at head size 128), with head sizes 16, 32, 64 or 128, else ValueError, and fp32 sums,
-    gates and states; everything else runs in plain torch, in fp64 where an input has it. On
-    a CPU a call with the gate in the kernel and a bound of at least -5 has a form of its own, made
-    for the cache and only once differentiable.
+    gates and states. There ``lower_bound=None`` runs in flash-linear-attention where that is
+    installed, with head sizes up to 256 and with its accuracy and its tuning at the first call.
+    Everything else runs in plain torch, in fp64 where an input has it. On a CPU a call with the
+    gate in the kernel and a bound of at least -5 has a form of its own, made for the cache and only
+    once differentiable.
     """
     check_inputs(q, k, v, g, beta, A_log, dt_bias, use_gate_in_kernel, lower_bound)
     batch, length, _, width = q.shape
     bounds = tuple(sequence_bounds(batch, length, cu_seqlens))
     check_state(initial_state, len(bounds) - 1, q, v)
-    if v.is_cuda and v.dtype in (torch.bfloat16, torch.float16) and lower_bound and bounds[-1]:
+    if takes_kernels(v) and lower_bound and bounds[-1]:
         from .fused import chunk_kda_fused
         from .tables import Options
 
@@ -103,6 +106,21 @@ def chunk_kda(
             options,
         )
         return out.view(v.shape), final
+    if takes_kernels(v) and lower_bound is None and bounds[-1]:
+        from .unbounded import chunk_kda_unbounded, installed
+
+        if (module := installed()) is not None:
+            return chunk_kda_unbounded(
+                module,
+                (q, k, v, g, beta),
+                (A_log, dt_bias) if use_gate_in_kernel else (None, None),
+                initial_state,
+                None if cu_seqlens is None else bounds,
+                final=output_final_state,
+                scale=query_scale(scale, width),
+                norm=use_qk_l2norm_in_kernel,
+                sigmoid=use_beta_sigmoid_in_kernel,
+            )
     bounded = use_gate_in_kernel and lower_bound is not None and lower_bound >= -5.0
     if bounded and v.device.type == "cpu":
         assert A_log is not None and dt_bias is not None and lower_bound is not None
