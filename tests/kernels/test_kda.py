@@ -379,6 +379,23 @@ def test_numbers_of_numpy_are_numbers():
     assert type(query_scale(np.float64(0.5), 64)) is float and query_scale(None, 64) == 0.125
 
 
+@pytest.mark.slow
+def test_compiled_code_may_call_it():
+    leaves = {k: v.requires_grad_() for k, v in inputs(40).items()}
+
+    def loss(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        out, final = run(chunk_kda, **given, **FLAGS)
+        return out.square().sum() + final.sum()
+
+    found = torch.compile(loss, backend="aot_eager")(leaves)
+    for got, expected in zip(
+        torch.autograd.grad(found, list(leaves.values())),
+        torch.autograd.grad(loss(leaves), list(leaves.values())),
+        strict=True,
+    ):
+        assert relative(got, expected) < 1e-12
+
+
 @pytest.mark.parametrize("form", [chunk_kda, naive_kda, recurrent_kda])
 def test_no_tokens_leave_the_state_alone(
     form: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
