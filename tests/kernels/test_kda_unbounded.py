@@ -161,7 +161,7 @@ def test_theirs_is_the_recurrence(width: int, gate: bool) -> None:
     flags = FLAGS | {"use_gate_in_kernel": gate, "lower_bound": None, "output_final_state": True}
     results = []
     for form, kind in ((chunk_kda, None), (naive_kda, torch.double)):
-        leaves = {n: x.to(kind or x.dtype).requires_grad_() for n, x in data.items()}
+        leaves = {n: x.to(kind or x.dtype, copy=True).requires_grad_() for n, x in data.items()}
         out, final = form(**leaves, **flags, cu_seqlens=torch.tensor(EDGES))
         assert final is not None
         weight = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)
