@@ -34,6 +34,7 @@ OWNERS = {
     "omegaconf": {"configs/load.py"},
     "yaml": {"configs/load.py"},
     "vllm": {"rollout/vllm.py"},
+    "fla": {"kernels/kda/unbounded.py", "launch/"},
     "trl": {"rl/", "launch/bench_trl.py", "launch/bench_logprob.py"},
     "liger_kernel": {"launch/"},
     "matplotlib": {"launch/"},

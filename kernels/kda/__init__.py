@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..conv import short_conv
+from ..device import takes_kernels
 from ..norm import gated_norm
 from ..precision import as_given, widest
 from .blocked import chunk_kda_blocked
@@ -18,6 +19,7 @@ from .naive import (
     kda_gate,
     naive_kda,
     prepare,
+    query_scale,
     sequence_bounds,
 )
 from .replay import ReplayState, replay_kda
@@ -61,29 +63,32 @@ def chunk_kda(
     state, fp32 or wider, or None. ``scale`` is ``K ** -0.5`` by default. Differentiable in every
     floating input. ``lower_bound`` is that of the gate in the kernel; a given log decay may be as
     low as it likes, except on a GPU in 16 bits (see below), where it becomes NaN below
-    ``lower_bound`` and above 0. Autocast rounds nothing. ValueError names a shape or ``cu_seqlens``
-    (int32 or int64) that does not fit, or a ``lower_bound`` outside (-5.9, 0) (None is the
-    unbounded gate); in torch's anomaly mode also a ``g`` that holds NaN or log decays above 0.
+    ``lower_bound`` and above 0. Autocast rounds nothing. ValueError names a shape, type or device
+    or ``cu_seqlens`` (int32 or int64) that does not fit, or a ``lower_bound`` outside (-5.9, 0)
+    (None is the unbounded gate); in torch's anomaly mode also a ``g`` that holds NaN or log decays
+    above 0.
 
     On a GPU with v in bf16 or fp16, and q and k read in v's dtype, Triton kernels run (in Gluon on
     Hopper at head size 128), with head sizes 16, 32, 64 or 128, else ValueError, and fp32 sums,
-    gates and states; everything else runs in plain torch, in fp64 where an input has it. On
-    a CPU a call with the gate in the kernel and a bound of at least -5 has a form of its own, made
-    for the cache and only once differentiable.
+    gates and states. There ``lower_bound=None`` runs in flash-linear-attention where that is
+    installed, with head sizes up to 256 and with its accuracy and its tuning at the first call.
+    Everything else runs in plain torch, in fp64 where an input has it. On a CPU a call with the
+    gate in the kernel and a bound of at least -5 has a form of its own, made for the cache and only
+    once differentiable.
     """
     check_inputs(q, k, v, g, beta, A_log, dt_bias, use_gate_in_kernel, lower_bound)
     batch, length, _, width = q.shape
     bounds = tuple(sequence_bounds(batch, length, cu_seqlens))
     check_state(initial_state, len(bounds) - 1, q, v)
-    if v.is_cuda and v.dtype in (torch.bfloat16, torch.float16) and lower_bound and bounds[-1]:
+    if takes_kernels(v) and lower_bound and bounds[-1]:
         from .fused import chunk_kda_fused
         from .tables import Options
 
         gate = use_gate_in_kernel
         options = Options(
             bounds,
-            width**-0.5 if scale is None else scale,
-            lower_bound,
+            query_scale(scale, width),
+            float(lower_bound),
             use_qk_l2norm_in_kernel,
             gate,
             use_beta_sigmoid_in_kernel,
@@ -101,6 +106,21 @@ def chunk_kda(
             options,
         )
         return out.view(v.shape), final
+    if takes_kernels(v) and lower_bound is None and bounds[-1]:
+        from .unbounded import chunk_kda_unbounded, installed
+
+        if (module := installed()) is not None:
+            return chunk_kda_unbounded(
+                module,
+                (q, k, v, g, beta),
+                (A_log, dt_bias) if use_gate_in_kernel else (None, None),
+                initial_state,
+                None if cu_seqlens is None else bounds,
+                final=output_final_state,
+                scale=query_scale(scale, width),
+                norm=use_qk_l2norm_in_kernel,
+                sigmoid=use_beta_sigmoid_in_kernel,
+            )
     bounded = use_gate_in_kernel and lower_bound is not None and lower_bound >= -5.0
     if bounded and v.device.type == "cpu":
         assert A_log is not None and dt_bias is not None and lower_bound is not None
@@ -114,8 +134,8 @@ def chunk_kda(
             initial_state,
             BlockOptions(
                 bounds,
-                width**-0.5 if scale is None else scale,
-                lower_bound,
+                query_scale(scale, width),
+                float(lower_bound),
                 use_qk_l2norm_in_kernel,
                 use_beta_sigmoid_in_kernel,
             ),
@@ -208,8 +228,8 @@ def recurrent_kda(
                 parameters,
                 initial_state,
                 final=output_final_state,
-                scale=width**-0.5 if scale is None else scale,
-                bound=lower_bound,
+                scale=query_scale(scale, width),
+                bound=float(lower_bound),
                 norm=use_qk_l2norm_in_kernel,
                 sigmoid=use_beta_sigmoid_in_kernel,
             )
@@ -279,7 +299,8 @@ def decode_kda(
 
         rows, parameters = (qkv, z, beta, gate, tail), (kernel, weight, A_log, dt_bias)
         if takes_decode((*rows, *parameters), initial_state):
-            return decode_step(rows, parameters, initial_state, bound=lower_bound, eps=eps)
+            bound = float(lower_bound)
+            return decode_step(rows, parameters, initial_state, bound=bound, eps=eps)
     with as_given(qkv):
         mixed, new_tail = short_conv(qkv, kernel, tuple(range(count + 1)), tail)
         inner = heads * width
@@ -344,9 +365,8 @@ def decode_kda_(
             if takes_decode((*rows, *parameters), state):
                 if not (state.is_contiguous() and tail.is_contiguous()):
                     raise ValueError("state and tail must be contiguous")
-                return decode_step(
-                    rows, parameters, state, bound=lower_bound, eps=eps, places=places
-                )[0]
+                bound = float(lower_bound)
+                return decode_step(rows, parameters, state, bound=bound, eps=eps, places=places)[0]
         used = (places >= 0).nonzero().flatten()
         if not len(used):
             return torch.zeros_like(gate)

@@ -223,7 +223,8 @@ def factors(given: Inputs, block: Block, norms: Tensor | None, options: BlockOpt
     clear(gate, block)  # an empty row does not decay
     grown = torch.bmm(given.sums.expand(n, -1, -1), gate).exp_()
     tiles = z.new_empty(n, 2, CHUNK, width)
-    torch.mul(both.transpose(0, 1), grown[:, None], out=tiles)
+    for x, place in zip(both, tiles.unbind(1), strict=True):
+        torch.mul(x, grown, out=place)  # of both at once, torch.compile would give other strides
     shrunk = (both[0] * norms[0]).div_(grown)
     total = grown[:, -1:].contiguous()
     return Factors(z, both, norms, gate, grown, total, tiles.view(n, 2 * CHUNK, width), shrunk)

@@ -57,7 +57,7 @@ def prepare(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Wide inputs of the bare recurrence, from such as `check_inputs` lets pass: normalised and
     scaled q, k, v, log decay, beta."""
-    wide = widest(q, k, v, g, beta)
+    wide, factor = widest(q, k, v, g, beta), query_scale(scale, q.shape[-1])
     q, k, v, g, beta = (x.to(wide) for x in (q, k, v, g, beta))
     if use_gate_in_kernel:
         assert A_log is not None and dt_bias is not None
@@ -67,7 +67,12 @@ def prepare(
     if use_qk_l2norm_in_kernel:
         q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6)
         k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
-    return q * (q.shape[-1] ** -0.5 if scale is None else scale), k, v, g, beta
+    return q * factor, k, v, g, beta
+
+
+def query_scale(scale: float | None, width: int) -> float:
+    """``scale`` as Python's own float, which kernels are compiled for; ``K ** -0.5`` for None."""
+    return width**-0.5 if scale is None else float(scale)
 
 
 def check_inputs(
@@ -83,8 +88,8 @@ def check_inputs(
 ) -> None:
     """ValueError names the argument that does not fit: ``q, k, g [B, T, H, K]``,
     ``v [B, T, H, V]``, ``beta [B, T, H]``, ``A_log [H]`` and ``dt_bias [H * K]`` with the gate,
-    ``lower_bound`` in (-5.9, 0) or None; in torch's anomaly mode also a ``g`` that holds NaN or, as
-    a log decay, something above 0."""
+    all of a real float type and on v's device, ``lower_bound`` in (-5.9, 0) or None; in torch's
+    anomaly mode also a ``g`` that holds NaN or, as a log decay, something above 0."""
     check_bound(lower_bound)
     for name, x in (("q", q), ("v", v)):
         if x.dim() != 4 or not all(x.shape[2:]):
@@ -97,10 +102,14 @@ def check_inputs(
     ):
         if x.shape != shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {tuple(shape)}")
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     if gate:
         if a_log is None or dt_bias is None:
             raise ValueError("use_gate_in_kernel=True needs A_log and dt_bias")
         check_gate(g, a_log, dt_bias)
+        given |= {"A_log": a_log, "dt_bias": dt_bias}
+    for name, x in given.items():
+        check_kind(name, x, v.device)
     if torch.is_anomaly_enabled():
         if g.isnan().any():
             raise ValueError("g holds NaN")
@@ -108,8 +117,18 @@ def check_inputs(
             raise ValueError(f"g must be a log decay, at most 0; it goes up to {float(g.max())}")
 
 
+def check_kind(name: str, x: torch.Tensor, device: torch.device) -> None:
+    """ValueError unless ``x`` is of a real float type and on ``device``."""
+    if not x.is_floating_point():
+        raise ValueError(f"{name} must be of a real float type, got {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, expected {device}")
+
+
 def check_gate(z: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> None:
     """ValueError unless ``a_log [H]`` and ``dt_bias [H * K]`` fit ``z [..., H, K]``."""
+    if z.dim() < 2:
+        raise ValueError(f"z must be [..., H, K], got shape {tuple(z.shape)}")
     heads, width = z.shape[-2:]
     for name, x, count in (("A_log", a_log, heads), ("dt_bias", dt_bias, heads * width)):
         if tuple(x.shape) != (count,):
@@ -124,10 +143,14 @@ def check_bound(lower_bound: float | None) -> None:
 def check_state(
     state: torch.Tensor | None, sequences: int, q: torch.Tensor, v: torch.Tensor
 ) -> None:
-    """ValueError unless ``state`` is ``[N, H, K, V]`` or None."""
+    """ValueError unless ``state`` is ``[N, H, K, V]``, of a real float type and where ``v`` is, or
+    None."""
+    if state is None:
+        return
     shape = (sequences, q.shape[2], q.shape[3], v.shape[3])
-    if state is not None and tuple(state.shape) != shape:
+    if tuple(state.shape) != shape:
         raise ValueError(f"initial_state has shape {tuple(state.shape)}, expected {shape}")
+    check_kind("initial_state", state, v.device)
 
 
 def check_step(
@@ -166,6 +189,7 @@ def check_step(
     ):
         if tuple(x.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {shape}")
+        check_kind(name, x, state.device)
 
 
 def sequence_bounds(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[int]:
@@ -174,6 +198,9 @@ def sequence_bounds(batch: int, length: int, cu_seqlens: torch.Tensor | None) ->
         return list(range(0, batch * length + 1, length)) if length else [0] * (batch + 1)
     if batch != 1:
         raise ValueError(f"cu_seqlens needs batch size 1, got {batch}")
+    if not isinstance(cu_seqlens, torch.Tensor):  # the mistake of those who hold plain numbers
+        kind = type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens must be an int32 or int64 tensor [N + 1], got a {kind}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
         shape = list(cu_seqlens.shape)
         raise ValueError(

@@ -16,7 +16,7 @@ import torch
 from ..device import on_device_of, takes_kernels
 from ..precision import as_given
 from .chunk import CHUNK, chunk_kda_torch
-from .naive import check_inputs, prepare, sequence_bounds
+from .naive import check_inputs, prepare, query_scale, sequence_bounds
 
 NAMES = ("q", "k", "v", "g", "beta")
 
@@ -124,11 +124,12 @@ def replay_kda(
     """Outputs ``[B, T, H, V]`` of the next tokens of N sequences; updates ``state`` in place.
 
     Inputs as for `chunk_kda`: T tokens for each of B = N sequences, or one row with ``cu_seqlens
-    [N + 1]``, where some may have none. Where `chunk_kda` runs in kernels, every output has the
-    bits that it has in one pass over the whole sequence from the initial state, whatever the pieces
-    and the batch; elsewhere the torch form runs, and they are equal up to rounding. For inference:
-    no gradient flows. In kernels nothing waits for the device, and a CUDA graph may hold a call
-    that has run before. ValueError names an argument that does not fit the others or the state.
+    [N + 1]``, where some may have none. Where `chunk_kda` runs in kernels of ours, every output has
+    the bits that it has in one pass over the whole sequence from the initial state, whatever the
+    pieces and the batch; elsewhere the torch form runs, and they are equal up to rounding. For
+    inference: no gradient flows. In kernels nothing waits for the device, and a CUDA graph may hold
+    a call that has run before. ValueError names an argument that does not fit the others or the
+    state.
     """
     check_inputs(q, k, v, g, beta, A_log, dt_bias, use_gate_in_kernel, lower_bound)
     batch, length, _, width = q.shape
@@ -143,8 +144,8 @@ def replay_kda(
 
         options = Options(
             bounds,
-            width**-0.5 if scale is None else scale,
-            lower_bound,
+            query_scale(scale, width),
+            float(lower_bound),
             use_qk_l2norm_in_kernel,
             use_gate_in_kernel,
             use_beta_sigmoid_in_kernel,

@@ -71,7 +71,7 @@ class Piece:
 
 def piece_edges(bounds: tuple[int, ...], size: int, fall: float, most: int) -> list[int]:
     """Chunks at the edges of as many pieces of the only sequence between ``bounds`` as are long
-    enough, ``most`` of them, each ``fall``, at most 1, times as long as the one before."""
+    enough, at most ``most`` of them, each ``fall``, at most 1, times as long as the one before."""
     start, end = bounds
     shares = [1.0]
     for parts in range(2, most + 1):

@@ -6,11 +6,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from farhorizon.kernels.kda import blocks as kda_blocks
 from farhorizon.kernels.kda import chunk_kda, kda_gate, naive_kda, recurrent_kda
+from farhorizon.kernels.kda.naive import query_scale
 
 HEADS, WIDTH, VALUE = 2, 8, 4
 FLAGS: dict[str, bool] = {
@@ -348,11 +350,50 @@ def test_split_anywhere_with_carried_state_equals_one_pass(cut):
         ({"beta": torch.zeros(1, 7, HEADS)}, "beta"),
         ({"k": torch.zeros(1, 8, HEADS, WIDTH + 1)}, "k has shape"),
         ({"A_log": None}, "A_log"),
+        ({"cu_seqlens": [0, 8]}, "cu_seqlens must be an int32 or int64 tensor .*, got a list"),
+        ({"v": torch.zeros(1, 8, HEADS, VALUE, dtype=torch.int64)}, "v must be of a real float"),
+        ({"q": torch.zeros(1, 8, HEADS, WIDTH, dtype=torch.complex64)}, "q must be of a real"),
+        ({"k": torch.zeros(1, 8, HEADS, WIDTH, device="meta")}, "k is on meta, expected cpu"),
+        ({"A_log": torch.zeros(HEADS, device="meta")}, "A_log is on meta"),
+        ({"initial_state": torch.zeros(1, HEADS, WIDTH, VALUE, device="meta")}, "initial_state is"),
+        (
+            {"initial_state": torch.zeros(1, HEADS, WIDTH, VALUE, dtype=torch.int64)},
+            "initial_state must be of a real float",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(form, change, named):
     with pytest.raises(ValueError, match=named):
         run(form, **(inputs(8) | FLAGS | change))
+
+
+def test_the_gate_names_a_logit_without_heads():
+    with pytest.raises(ValueError, match=r"z must be \[\.\.\., H, K\]"):
+        kda_gate(torch.zeros(8), torch.zeros(1), torch.zeros(8))
+
+
+def test_numbers_of_numpy_are_numbers():
+    data = inputs(8)
+    numbers = run(chunk_kda, **data, **FLAGS, scale=np.float64(0.5), lower_bound=np.float32(-4))
+    assert torch.equal(numbers[0], run(chunk_kda, **data, **FLAGS, scale=0.5, lower_bound=-4.0)[0])
+    assert type(query_scale(np.float64(0.5), 64)) is float and query_scale(None, 64) == 0.125
+
+
+@pytest.mark.slow
+def test_compiled_code_may_call_it():
+    leaves = {k: v.requires_grad_() for k, v in inputs(40).items()}
+
+    def loss(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        out, final = run(chunk_kda, **given, **FLAGS)
+        return out.square().sum() + final.sum()
+
+    found = torch.compile(loss, backend="aot_eager")(leaves)
+    for got, expected in zip(
+        torch.autograd.grad(found, list(leaves.values())),
+        torch.autograd.grad(loss(leaves), list(leaves.values())),
+        strict=True,
+    ):
+        assert relative(got, expected) < 1e-12
 
 
 @pytest.mark.parametrize("form", [chunk_kda, naive_kda, recurrent_kda])
