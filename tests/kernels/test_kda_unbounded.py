@@ -106,9 +106,10 @@ def test_every_argument_arrives(flag: bool, batch: int) -> None:
     out, final = call(leaves, flag, norm=flag, sigmoid=flag, bounds=bounds)
     wide = {n: x.clone().requires_grad_() for n, x in data.items()}
     wide_q = {**wide, "q": wide["q"].bfloat16()}
+    flags: dict[str, Any] = dict.fromkeys(FLAGS, flag)
     expected, expected_final = naive_kda(
         **wide_q,
-        **dict.fromkeys(FLAGS, flag),
+        **flags,
         scale=0.25,
         lower_bound=None,
         output_final_state=True,
@@ -120,9 +121,10 @@ def test_every_argument_arrives(flag: bool, batch: int) -> None:
     (expected.float().sum() + expected_final.square().sum()).backward()
     for name, leaf in leaves.items():
         if flag or name not in ("A_log", "dt_bias"):
-            assert leaf.grad is not None and wide[name].grad is not None
+            wanted = wide[name].grad
+            assert leaf.grad is not None and wanted is not None
             assert leaf.grad.dtype == data[name].dtype
-            assert torch.equal(leaf.grad, wide[name].grad), name
+            assert torch.equal(leaf.grad, wanted), name
 
 
 def test_the_final_state_comes_only_where_it_is_wanted() -> None:
