@@ -305,7 +305,7 @@ def prep_hopper_kernel(
     column = gl.arange(0, C, layout=gl.SliceLayout(0, thin))[None, :]
     kept = column < (token + gl.where(stack_row < C, 0, 1))[:, None]
     both = gl.where(kept, both, 0.0)
-    gl.thread_barrier()  # every warp has read fall_high
+    gl.thread_barrier()  # every warp has read the factors
     lower = fall_high.index(0)._reinterpret(gl.float16, [2 * C, C], pair)
     lower.store((both * strength[:, None]).to(gl.float16))
     pairs = fall_low.index(0)._reinterpret(work, [2, C, C], pair)
