@@ -123,13 +123,14 @@ def test_large_logits_lose_nothing() -> None:
 
 
 def test_a_certain_word_keeps_its_small_gradients() -> None:
-    """p = 1 - 5e-7: results to the last bit of 1, and the gradients that pull others up exactly."""
+    """p = 1 - 5e-7: results to the last bit of 1, and the gradients that pull others up."""
     inputs = [torch.ones(1, 1), torch.tensor([[0.0], [-15.0], [-15.5]])]
     pulls = [torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
     found = kernels(inputs, torch.tensor([0]), 1.0, pulls)
     expected = definition(inputs, torch.tensor([0]), 1.0, pulls)
     assert all(abs(float(found[i] - expected[i].detach())) < 2e-7 for i in (0, 1))
-    close([found[3][1:]], [expected[3][1:]], 1e-6)
+    # Half an ulp of the exponent of two, 22.4, is 7e-7 of the result; exp2 itself adds to it.
+    close([found[3][1:]], [expected[3][1:]], 2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
