@@ -18,6 +18,7 @@ from .base import (
     succeeded,
 )
 from .expert import expert_turns
+from .messages import declare_tools
 from .types import Action, Message, Role, Task, ToolCall
 
 ODD_TEXTS = ("", "   ", "\x00 \u2603", "no_such_tool a b c", "word " * 2000)
@@ -51,9 +52,9 @@ def check_env(
         actions = _expert_actions(checker, task, max_steps) if env.has_expert() else ODD_TEXTS
         if checker.play(task, actions) != checker.play(task, actions):
             checker.fail(f"seed {task.seed} and the same actions gave two different episodes")
-        if env.declarations():
+        if checker.declarations():
             checker.compare_calls(task, actions)
-    for action in ODD_TEXTS + (ODD_CALLS if env.declarations() else ()):
+    for action in ODD_TEXTS + (ODD_CALLS if checker.declarations() else ()):
         checker.play(tasks[0], [action])
     for _ in range(2):
         try:
@@ -96,8 +97,27 @@ class _Checker:
                 "called than in words; let step of ToolEnv read the action"
             )
 
+    def declarations(self) -> list[dict[str, Any]]:
+        try:
+            tools = self.env.declarations()
+            if tools:
+                declare_tools(tools)
+        except Exception as error:
+            what = (
+                f"declarations must return JSON schemas of tools: {type(error).__name__}: {error}"
+            )
+            raise self.failure(what) from error
+        return tools
+
     def as_calls(self, action: str) -> str:
-        return self.env.as_calls(action)
+        try:
+            called = self.env.as_calls(action)
+        except Exception as error:
+            what = f"as_calls({action[:40]!r}) raised {type(error).__name__}: {error}"
+            raise self.failure(what) from error
+        if not isinstance(called, str):
+            self.fail(f"as_calls returned a {type(called).__name__}, not a text")
+        return called
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -25,6 +25,8 @@ class Demonstrator(Protocol):
 
     def expert(self) -> str: ...
 
+    def declarations(self) -> list[dict[str, Any]]: ...
+
     def as_calls(self, action: str) -> str: ...
 
 
@@ -39,12 +41,17 @@ class Turn(NamedTuple):
     truncated: bool
 
 
-def expert_turns(env: Demonstrator, task: Task, calls: bool = False) -> Iterator[Turn]:
+def expert_turns(
+    env: Demonstrator, task: Task, calls: bool = False, effort: Effort | None = None
+) -> Iterator[Turn]:
     """The expert's episode of ``task``, the one that a rollout plays, turn by turn to its end;
-    with ``calls`` as a policy plays it whose chat format has tool calls."""
+    with ``calls`` as a policy plays it whose chat format has tool calls, which are declared at the
+    start, where ``effort`` is said as well."""
     name = type(env).__name__
     with foreign_code(f"env: reset of {name}"):
-        shown, _ = env.reset(seed=task.seed, options={"task": task})
+        messages, _ = env.reset(seed=task.seed, options={"task": task})
+    with foreign_code(f"env: declarations of {name}"):
+        shown = opening(tuple(messages), env.declarations() if calls else (), effort)
     ended = False
     while not ended:
         with foreign_code(f"env: expert of {name}"):
@@ -52,7 +59,8 @@ def expert_turns(env: Demonstrator, task: Task, calls: bool = False) -> Iterator
         if not isinstance(action, str):
             raise UserError(f"env: expert of {name} must return a text, got {action!r:.80}")
         if calls:
-            action = env.as_calls(action)
+            with foreign_code(f"env: as_calls of {name}"):
+                action = env.as_calls(action)
         with foreign_code(f"env: step of {name}"):
             reply, reward, terminated, truncated, _ = env.step(action)
             reward = float(reward)
@@ -70,13 +78,8 @@ def expert_messages(
     Raises `UserError` after one that is no success."""
     rewards: list[float] = []
     terminated = False
-    for turn in expert_turns(env, task, calls):
-        if rewards:
-            yield from turn.shown
-        else:
-            with foreign_code(f"env: declarations of {type(env).__name__}"):
-                first = opening(tuple(turn.shown), env.declarations() if calls else (), effort)
-            yield from first
+    for turn in expert_turns(env, task, calls, effort):
+        yield from turn.shown
         yield said(turn.action)
         rewards.append(turn.reward)
         terminated = turn.terminated

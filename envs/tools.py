@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
+from ..configs.errors import UserError
 from .base import MessageEnv, Step
 from .messages import said
 from .types import Action, Message, ToolCall
@@ -16,6 +17,7 @@ from .types import Action, Message, ToolCall
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _KINDS = {
+    "str": "string",
     "int": "integer",
     "float": "number",
     "bool": "boolean",
@@ -55,6 +57,10 @@ class _Tool:
     def of(cls, name: str, method: Callable[..., Any]) -> _Tool:
         signature = inspect.signature(method)
         own = list(signature.parameters.values())[1:]
+        for parameter in own:
+            if _annotated(parameter) is None and parameter.kind is not parameter.VAR_KEYWORD:
+                kinds = ", ".join(_KINDS)
+                raise UserError(f"tool {method.__qualname__}: {parameter} must be one of {kinds}")
         return cls(name, inspect.getdoc(method) or "", signature.replace(parameters=own))
 
     @property
@@ -227,11 +233,20 @@ def _answering(message: Message, call: ToolCall, number: int) -> Message:
     return replace(message, tool=call.tool, index=number)
 
 
-def _kind(parameter: inspect.Parameter) -> str:
-    """The JSON type that a parameter is annotated with; of ``*words`` that of each."""
+def _annotated(parameter: inspect.Parameter) -> str | None:
+    """The JSON type that a parameter is annotated with, None for what has none."""
     annotation: Any = parameter.annotation
+    if annotation is parameter.empty:
+        return "string"
     name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    return _KINDS.get(name.partition("[")[0], "string")
+    return _KINDS.get(name.partition("[")[0])
+
+
+def _kind(parameter: inspect.Parameter) -> str:
+    """The JSON type of a parameter of a tool; of ``*words`` that of each."""
+    found = _annotated(parameter)
+    assert found is not None, parameter
+    return found
 
 
 def _required(parameter: inspect.Parameter) -> bool:
@@ -249,6 +264,11 @@ def _read(word: str, kind: str) -> Any:
 
 def _checked(name: str, value: Any, kind: str) -> Any:
     right = isinstance(value, _TYPES[kind]) and (kind == "boolean") == isinstance(value, bool)
-    if not right or (isinstance(value, float) and not math.isfinite(value)):
+    if right and kind == "number":
+        try:
+            right = math.isfinite(value)
+        except OverflowError:  # an integer that no float holds
+            right = False
+    if not right:
         raise ValueError(f"argument {name} must be of type {kind}")
     return value

@@ -36,7 +36,7 @@ from .report import Evaluation, context_line, wilson
 TRIES = 3  # to load a checkpoint of a run at work before it is removed
 # What a success rate is of, beside checkpoint, seed and episodes, which the file holds.
 JUDGED = (
-    *("env.id", "env.kwargs", "context", "chat.effort"),
+    *("env.id", "env.kwargs", "context", "chat.thinking", "chat.effort"),
     *("rollout.temperature", "rollout.max_turn_tokens", "rollout.max_turns"),
 )
 

@@ -51,7 +51,8 @@ def _not_finite(steps: Rows) -> str | None:
 def _equal_rewards(steps: Rows) -> str | None:
     flat, groups = _sum(steps, "train/groups_without_variance"), _sum(steps, "learn/groups")
     alone = _sum(steps, "learn/trajectories") <= groups  # there are no siblings to differ
-    if 2 * flat <= groups or alone:
+    taught = (_mean(steps, "learn/teacher_tokens") or 0.0) > 0
+    if 2 * flat <= groups or alone or taught:
         return None
     solved = (_mean(steps, "train/success") or 0.0) > 0.5
     way_out = "make the task harder" if solved else "warm up longer or make the task easier"

@@ -17,7 +17,7 @@ from ..configs.load import dump_config, parse_config
 from ..configs.schema import EnvConfig, TrainConfig
 from ..envs.registry import EnvBuildError, make_config, resolve_plugins, tasks
 from ..policy.records import StageRecord, check_context, read_config, read_stage
-from ..policy.tokenizer import ChatFormat, chat_of, load_tokenizer
+from ..policy.tokenizer import ChatFormat, chat_of, load_tokenizer, tokenizer_sha256
 from ..policy.value import VALUE_FILE
 from ..policy.vision_config import ImageRules
 from ..rl.algorithms import make_algorithm
@@ -283,9 +283,16 @@ def _check_others(config: TrainConfig, checkpoint: Path) -> None:
     others = {f"teachers.{n}.policy": teacher.policy for n, teacher in enumerate(config.teachers)}
     if config.reference is not None:
         others["reference"] = config.reference
+    own = tokenizer_sha256(load_tokenizer(checkpoint)) if others else ""
     for name, folder in others.items():
-        if read_stage(folder).tokenizer_sha256 != read_stage(checkpoint).tokenizer_sha256:
+        if tokenizer_sha256(load_tokenizer(folder)) != own:
             raise UserError(f"{name} {folder}: has another tokenizer than policy {config.policy}")
+        trained = read_stage(folder).context
+        if config.context > trained and not config.allow_longer_context:
+            raise UserError(
+                f"{name} {folder}: was trained for {trained} tokens, and context={config.context}; "
+                "lower it, or set allow_longer_context=true"
+            )
 
 
 def check_unused(section: str, given: Any, names: Sequence[str], reason: str) -> None:

@@ -43,7 +43,10 @@ SETTLING_STEPS = 4
 FINAL_LR = 0.1  # of the last stage's rate, reached at its end
 UNTRAINED = "0-untrained"  # the folder of a new policy, until the run is done
 # A run that goes on keeps these: its data and what was trained so far follow from them.
-IDENTITY = (*("policy", "stages", "text", "seed", "vocab_size", "chat", "env", "episode_fraction"),)
+IDENTITY = (
+    *("policy", "stages", "text", "seed", "vocab_size"),
+    *("chat", "env", "episode_fraction"),
+)
 
 
 @dataclass(slots=True)

@@ -179,6 +179,10 @@ def _read_chat(file: Path, fields: Any) -> ChatRecord | None:
         raise UserError(f"{file}: chat.thinking={thinking!r} must be true or false")
     if effort not in (None, *EFFORTS):
         raise UserError(f"{file}: chat.effort={effort!r} must be null or one of {listed(EFFORTS)}")
+    if effort is not None and not thinking:
+        raise UserError(
+            f"{file}: chat.effort={effort} needs chat.thinking true; correct one of them"
+        )
     return ChatRecord(thinking, effort)
 
 

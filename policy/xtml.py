@@ -187,7 +187,7 @@ def _value_of(text: str, kind: str) -> object:
         return text
     try:
         value = json.loads(text)
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogate
     except (ValueError, RecursionError):
         raise ValueError(f"{text[:40]!r} is not JSON") from None
     if _kind(value) != kind:

@@ -172,9 +172,10 @@ class LearnerGroup:
         critic = self.algorithm.critic is not None
         pull = self.algorithm.pull
         near = None if pull is None else (reference or checkpoint, pull)
-        taught = None
+        taught, self.lessons = None, list[Lesson]()
         if (distillation := self.algorithm.distillation) is not None:
-            taught = [Lesson(t.policy, t.kinds, t.weight) for t in teachers], distillation
+            self.lessons = [Lesson(t.policy, t.kinds, t.weight) for t in teachers]
+            taught = self.lessons, distillation
         start = (checkpoint, rendezvous, temperature, vision, critic, near, taught)
         self._starting = [a.start.remote(*start) for a in self.actors]
 
@@ -276,7 +277,10 @@ class LearnerGroup:
     ) -> tuple[list[list[batch.Sample]], batch.BatchStats]:
         own = self.algorithm
         return batch.samples_of_groups(
-            groups, own.advantages, flat, credit=own.credit, shaping=own.shaping
+            *(groups, own.advantages, flat),
+            credit=own.credit,
+            shaping=own.shaping,
+            taught=lambda kind: any(lesson.about(kind) for lesson in self.lessons),
         )
 
     def _shares(self, samples: Sequence[batch.Sample]) -> list[Share]:

@@ -189,7 +189,7 @@ class Recipe:
             )
         correction = self._correction(config)
         pull = _pull(config)
-        acting = self.advantages is None or self.pulled or taught is not None
+        acting = self.advantages is None or self.pulled
         acting = acting or config.entropy > 0 or config.kl > 0
         of_rewards = self.advantages and partial(self.advantages, **advantage)
         if of_rewards is not None and config.reward_weight != 1:
@@ -281,7 +281,8 @@ def _distillation(config: AlgorithmConfig, of_tokens: bool) -> Distillation | No
         value = getattr(config, key)
         if value != getattr(AlgorithmConfig(), key):
             raise UserError(
-                f"algorithm.{key}={value} would have no effect with algorithm.reward_weight=0: "
+                f"algorithm.{key}={_written(value)} would have no effect with "
+                "algorithm.reward_weight=0: "
                 "leave one of them out"
             )
     bound = BOUND if config.distill_bound is None else config.distill_bound
@@ -324,12 +325,14 @@ def _shaping(config: AlgorithmConfig) -> Shaping:
             raise UserError(
                 f"algorithm.overlong_buffer={buffer} must be at most algorithm.overlong={limit}"
             )
-        if budget is not None and budget <= limit - buffer:
-            raise UserError(
-                f"algorithm.overlong={limit} would have no effect: above algorithm.budget={budget} "
-                "rewards are -1 already; leave one of them out"
-            )
     return Shaping(config.length_reward, limit, buffer or 1, budget, config.efforts)
+
+
+def _written(value: Any) -> str:
+    """A setting as it is given."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {own:g}" for key, own in value.items()) + "}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 BOUND = 5.0  # nats of a teacher's advantage, unless the config says otherwise

@@ -5,13 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from ..configs.errors import UserError
 from ..policy.images import Placed
 from ..policy.routing import Routes
 from ..rollout.types import Group, Trajectory
@@ -73,6 +72,7 @@ def samples_of_groups(
     *,
     credit: Credit = "trajectory",
     shaping: Shaping = UNSHAPED,
+    taught: Callable[[str], bool] = lambda kind: False,
 ) -> tuple[list[list[Sample]], BatchStats]:
     """Samples of each group that can be learned from, and statistics over all of them.
 
@@ -80,7 +80,8 @@ def samples_of_groups(
     failed are left out. So are groups in which every advantage is 0, which would only dilute the
     token mean, unless they are ``"counted"``: a mean over sequences divides by theirs too, but all
     are left out where no group has an advantage. If ``"learned"`` none is left out, nor without
-    ``advantages``: then samples have rewards, for a critic.
+    ``advantages``: then samples have rewards, for a critic. A kind of task that is ``taught`` by
+    others than rewards counts as one with advantages.
 
     Rewards are changed by ``shaping`` first; of what they then are, each turn has its own share, or
     with ``credit="trajectory"`` all tokens have the same.
@@ -95,7 +96,8 @@ def samples_of_groups(
     valid = np.isfinite(rewards)
     extra, shaped, over = _shaped(trajectories, ids, rewards, shaping)
     values = _advantages(trajectories, ids, rewards, extra, advantages, credit)
-    some = any(own.any() for own in values)
+    teach = [bool(v.any()) or taught(t.kind) for v, t in zip(values, trajectories, strict=True)]
+    some = any(teach)
     everything = advantages is None or flat == "learned" or (flat == "counted" and some)
     equal_rewards = 0
     kept: list[list[Sample]] = []
@@ -105,7 +107,7 @@ def samples_of_groups(
         if len(members):
             own = torch.from_numpy((rewards + extra)[members])
             equal_rewards += equal(own.min(), own.max())
-        if not (len(members) if everything else any(values[i].any() for i in members)):
+        if not (len(members) if everything else any(teach[i] for i in members)):
             continue
         samples = [_sample(int(i), trajectories[i], values[i]) for i in members]
         if advantages is None:
@@ -187,15 +189,10 @@ def _shaped(
     trajectories: Sequence[Trajectory], ids: np.ndarray, rewards: np.ndarray, shaping: Shaping
 ) -> tuple[np.ndarray, bool, int | None]:
     """What shaping adds to rewards, whether it could add anything, and how many trajectories with
-    a reward are over budget, if any has one; UserError for efforts where none has a budget."""
+    a reward are over budget, if any has one."""
     budgets = shaping.budgets([t.budget for t in trajectories], [t.kind for t in trajectories])
     valid = np.isfinite(rewards)
     limited = np.isfinite(budgets.numpy())
-    if shaping.efforts and valid.any() and not limited.any():
-        raise UserError(
-            f"algorithm.efforts={dict(shaping.efforts)} would have no effect: no task has a "
-            "budget; set algorithm.budget, or the budget of the environment"
-        )
     if not shaping.acts(budgets):
         return np.zeros(len(rewards)), False, None
     lengths = torch.tensor([t.sampled_tokens for t in trajectories])

@@ -28,16 +28,15 @@ def enough_memory(
         several = any(
             len(batch.cu_seqlens) > 2 for batch in batches if len(batch.input_ids) == tokens
         )
-        experts = any(isinstance(part, Experts) for part in policy.modules())
+        own = (len(part.w1) for part in policy.modules() if isinstance(part, Experts))
+        experts = next(own, 0) * config.expert_parallel
         ways = "; ".join(ways_out(tokens, several, config, experts))
         raise RunFailed(f"learner: {lack(error, policy)}; {ways}") from None
 
 
-def ways_out(
-    tokens: int, several: bool, config: LearnerConfig, experts: bool = False
-) -> Iterator[str]:
+def ways_out(tokens: int, several: bool, config: LearnerConfig, experts: int = 0) -> Iterator[str]:
     """What to set, the cheapest first, where the largest micro-batch has ``tokens`` of one or of
-    ``several`` sequences, and the policy perhaps ``experts``."""
+    ``several`` sequences, and a layer of the policy as many ``experts`` or none."""
     if config.checkpointing == "none":
         yield "set learner.checkpointing=layers, which keeps little of each layer"
     if several:
@@ -49,7 +48,9 @@ def ways_out(
     if config.ranks > 1 and config.zero_stage < highest:
         yield f"raise learner.zero_stage above {config.zero_stage}"
     fits = config.zero_stage < (1 if muon else 3)
-    if experts and fits and config.ranks > config.expert_parallel:
-        yield f"raise learner.expert_parallel above {config.expert_parallel}"
+    more = range(config.expert_parallel + 1, config.ranks + 1)
+    parts = next((n for n in more if config.ranks % n == 0 and experts % n == 0), None)
+    if experts and fits and parts is not None:
+        yield f"set learner.expert_parallel={parts}"
     if not muon and not (divided and config.zero_stage):
         yield "learner.optimizer=muon keeps less of each weight"

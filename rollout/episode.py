@@ -99,6 +99,8 @@ class _Episode:
     length: int = 0
     rewards: list[float] = field(default_factory=list)
     faults: int = 0
+    kind: str = ""
+    budget: int | None = None
 
     def append(
         self,
@@ -206,6 +208,8 @@ class _Run:
             self._fail(episode, outcome)
         else:
             episode.env, messages = outcome.value
+            budget = episode.env.budget
+            episode.kind, episode.budget = episode.env.kind, None if budget is None else int(budget)
             ids = [*self.chat.render_reply(messages, self.context), *self.chat.prompt()]
             if len(ids) > self.context:
                 self.long_prompts += 1
@@ -330,7 +334,6 @@ class _Run:
         self._leave(episode)
         failed, rewards = stop is StopReason.ERROR, episode.rewards
         env = MessageEnv if episode.env is None else episode.env
-        budget = None if env.budget is None else int(env.budget)
         terminated = stop is StopReason.TERMINATED
         self.finished[episode.task.id].append(
             Trajectory(
@@ -343,8 +346,8 @@ class _Run:
                 stop=stop,
                 turns=len(rewards),
                 error=error,
-                kind=env.kind,
-                budget=budget,
+                kind=episode.kind,
+                budget=episode.budget,
             )
         )
         self._close_env(episode)

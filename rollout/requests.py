@@ -1,7 +1,8 @@
 """A generator over an engine that takes requests: ids of a whole sequence in, one completion out.
 
 Such an engine (`farhorizon.rollout.vllm`) has no sessions. What sequences share it finds again in
-a cache of prefixes, whose entries carry a salt: states that other weights made are never found.
+a cache of prefixes, whose entries carry a salt: a request that is made after a change of weights
+never finds states of before. One that the engine had queued before the change may.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ class RequestGenerator:
             self._told = self.version
             self._engine.set_version(self.version)
         begun, answers = self._engine.step()
+        self._asked -= {answer.session for answer in answers}  # the engine has forgotten them
         self.counters.steps += 1
         for session in {*begun, *(answer.session for answer in answers)} & set(self._followers):
             group = self._followers.pop(session)
@@ -204,7 +206,8 @@ class RequestGenerator:
         one = self._sessions[session]
         if len(one.pieces) > 1:
             one.pieces = [np.concatenate(one.pieces)]
-        one.version = self.version
+        if one.opened or not self._keep_states:
+            one.version = self.version
         seed = request_seed(one.key, one.before + one.length)
         salt = "kept" if self._keep_states else str(self.version)
         self._engine.add(Request(session, one.pieces[0], params, seed, salt, leads))
@@ -230,5 +233,4 @@ class RequestGenerator:
         # The last token was drawn but not read.
         one.fresh, one.opened = 1, False
         one.append(np.asarray(answer.token_ids, np.int64))
-        self._asked.remove(answer.session)
         return Completion(answer.token_ids, answer.logprobs, answer.versions, answer.finish)

@@ -232,3 +232,46 @@ def test_archive_is_played_with_calls() -> None:
     assert all(message.content == "" for message in played if message.role == "assistant")
     env.reset(seed=0)
     assert env.step(calls(ToolCall("answer"), faults=("not closed",)))[1:3] == (0.0, True)
+
+
+def test_declarations_are_those_after_reset_and_are_checked() -> None:
+    class Late(Desk):
+        """Declares something else once it is under way."""
+
+        def declarations(self) -> list[dict[str, Any]]:
+            return [{"name": "late" if self.ran else "early"}]
+
+    first, *_ = expert_messages(Late(), Task("t", 0), calls=True)
+    assert "early" in first.content and "late" not in first.content
+
+    class Broken(Desk):
+        def declarations(self) -> list[dict[str, Any]]:
+            return [{"name": {1}}]
+
+    with pytest.raises(UserError, match=r"^check_env Broken: declarations must return JSON"):
+        check_env(Broken())
+
+    class Mute(Desk):
+        def as_calls(self, action: str) -> str:
+            raise KeyError(action)
+
+    with pytest.raises(UserError, match=r"^check_env Mute: as_calls\('book tea'\) raised KeyError"):
+        check_env(Mute())
+
+
+def test_numbers_that_no_float_holds_do_not_fit() -> None:
+    env = Desk()
+    env.reset(seed=0)
+    arguments = {"factor": 10**400, "rounded": True, "tags": [], "more": {}}
+    call = Action(Message("assistant", "", calls=(ToolCall("price", arguments),)))
+    (told,), *_ = env.step(call)
+    assert "argument factor must be of type number" in told.content
+
+
+def test_an_annotation_that_is_no_type_of_json_is_refused() -> None:
+    def find(self: Any, limit: int | None = None) -> str:
+        """Find."""
+        return str(limit)
+
+    with pytest.raises(UserError, match=r"^tool .*find: limit: .int \| None. = None must be "):
+        type("Odd", (ToolEnv,), {"find": tool(find)})

@@ -267,6 +267,7 @@ LIMIT = '<|open|>argument key="limit" type="number"<|sep|>{}<|close|>argument<|s
         (call(LIMIT.format("3 apples")), "call 1: argument 'limit': '3 apples' is not JSON"),
         (call(LIMIT.format("NaN")), "call 1: argument 'limit': 'NaN' is not JSON"),
         (call(LIMIT.format("1e999")), "call 1: argument 'limit': '1e999' is not JSON"),
+        (call(LIMIT.format('"\\ud800"')), "call 1: argument 'limit': '\"\\\\ud800\"' is not JSON"),
         (call(LIMIT.format("[" * 100_000)), f"call 1: argument 'limit': '{'[' * 40}' is not JSON"),
         (call(LIMIT.format("true")), "call 1: argument 'limit': 'true' is not of type number"),
         (call(LIMIT.format("[EOT]3")), "[EOT] where none can stand"),

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import override_config
 from farhorizon.configs.schema import AlgorithmConfig
 from farhorizon.envs.types import StopReason
@@ -344,9 +343,21 @@ def test_a_task_has_its_own_budget_and_failures_are_not_over_it() -> None:
     assert (alone.over_budget, alone.shaping) == (0, 0.0)  # within what its task allows
 
 
-def test_efforts_without_a_budget_are_refused() -> None:
-    pair, shape = group("t", [1.0, 0.0]), Shaping(efforts={"low": 0.5})
-    with pytest.raises(UserError, match=r"^algorithm\.efforts=.*no task has a budget; set "):
-        samples_of_groups([pair], group_relative, shaping=shape)
+def test_efforts_do_nothing_to_tasks_without_a_budget() -> None:
+    shape = Shaping(efforts={"low": 0.5})
+    (kept,), stats = samples_of_groups([group("t", [1.0, 0.0])], group_relative, shaping=shape)
+    assert [s.advantages[-1] for s in kept] == [1.0, -1.0]
+    assert (stats.over_budget, stats.shaping) == (None, None)
     failed = samples_of_groups([group("t", [None])], group_relative, shaping=shape)[1]
     assert failed.over_budget is None  # nothing is known of what could not be built
+
+
+def test_groups_without_variance_stay_where_they_are_taught() -> None:
+    """Of two kinds with equal rewards only the taught one is learned from."""
+    groups = [
+        Group(kind, tuple(replace(t, kind=kind) for t in group(kind, [1.0, 1.0]).trajectories))
+        for kind in ("code", "math")
+    ]
+    kept, stats = samples_of_groups(groups, group_relative, taught="code".__eq__)
+    assert [[s.kind for s in samples] for samples in kept] == [["code", "code"]]
+    assert (stats.groups_without_variance, stats.groups_left_out) == (2, 1)

@@ -94,8 +94,10 @@ def test_the_output_head_sees_trained_tokens_alone() -> None:
 )
 def test_experts_are_divided_where_that_goes(changes: dict[str, Any], ways: list[str]) -> None:
     config = LearnerConfig(checkpointing="layers", ranks=4, **changes)
-    _, *told = ways_out(70, False, config, experts=True)
+    _, *told = ways_out(70, False, config, experts=8)
     assert [text.split("learner.")[1].split("=")[0].split()[0] for text in told] == ways
+    odd = LearnerConfig(ranks=3)  # 8 experts are no thirds
+    assert not any("expert_parallel" in text for text in ways_out(70, False, odd, experts=8))
 
 
 def test_other_errors_pass() -> None:

@@ -136,7 +136,9 @@ def test_rewards_count_as_much_as_asked() -> None:
     for weight, want in ((1.0, 1.0), (0.25, 0.25), (0.0, 0.0)):
         config = AlgorithmConfig(distill=1.0, reward_weight=weight)
         algorithm = make_algorithm(config)
-        (kept,), _ = samples_of_groups([pair], algorithm.advantages, algorithm.flat)
+        (kept,), _ = samples_of_groups(
+            [pair], algorithm.advantages, algorithm.flat, taught=lambda kind: True
+        )
         assert [s.advantages[-1] for s in kept] == [want, -want]
         assert algorithm.compares == (weight > 0)
 

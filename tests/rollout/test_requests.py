@@ -175,3 +175,5 @@ def test_a_log_prob_that_is_none_stops_the_run() -> None:
     generator.open(PROMPT, [7], SamplingParams(max_tokens=1))
     with pytest.raises(RunFailed, match="a log-prob is not finite"):
         generator.step()
+    generator.clear()  # of a request that the engine has forgotten
+    assert not generator.busy
