@@ -18,7 +18,7 @@ from .base import (
     succeeded,
 )
 from .expert import expert_turns
-from .messages import declare_tools
+from .messages import Tools, declare_tools
 from .types import Action, Message, Role, Task, ToolCall
 
 ODD_TEXTS = ("", "   ", "\x00 \u2603", "no_such_tool a b c", "word " * 2000)
@@ -97,15 +97,13 @@ class _Checker:
                 "called than in words; let step of ToolEnv read the action"
             )
 
-    def declarations(self) -> list[dict[str, Any]]:
+    def declarations(self) -> Tools:
         try:
             tools = self.env.declarations()
             if tools:
                 declare_tools(tools)
         except Exception as error:
-            what = (
-                f"declarations must return JSON schemas of tools: {type(error).__name__}: {error}"
-            )
+            what = f"declarations must return JSON schemas: {type(error).__name__}: {error}"
             raise self.failure(what) from error
         return tools
 

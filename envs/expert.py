@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..configs.errors import UserError, foreign_code
 from .base import MessageEnv, succeeded
-from .messages import opening, said
+from .messages import Tools, opening, said
 from .types import Effort, Message, Task
 
 
@@ -25,7 +25,7 @@ class Demonstrator(Protocol):
 
     def expert(self) -> str: ...
 
-    def declarations(self) -> list[dict[str, Any]]: ...
+    def declarations(self) -> Tools: ...
 
     def as_calls(self, action: str) -> str: ...
 

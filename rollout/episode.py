@@ -207,9 +207,9 @@ class _Run:
         if outcome.fault is not None:
             self._fail(episode, outcome)
         else:
-            episode.env, messages = outcome.value
-            budget = episode.env.budget
-            episode.kind, episode.budget = episode.env.kind, None if budget is None else int(budget)
+            env, messages = outcome.value
+            episode.env, episode.kind = env, env.kind
+            episode.budget = None if env.budget is None else int(env.budget)
             ids = [*self.chat.render_reply(messages, self.context), *self.chat.prompt()]
             if len(ids) > self.context:
                 self.long_prompts += 1
