@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -155,7 +155,7 @@ class _Run:
         self.policy_seconds = 0.0
 
     def play(self, tasks: Sequence[Task]) -> tuple[list[Group], RolloutStats]:
-        start, before = time.perf_counter(), _counts(self.generator)
+        start, before = time.perf_counter(), asdict(self.generator.counters)
         self.finished = {task.id: [] for task in tasks}
         if len(self.finished) != len(tasks):
             raise ValueError("tasks: ids are not unique")
@@ -378,7 +378,8 @@ class _Run:
 
     def _stats(self, groups: list[Group], before: dict[str, int], seconds: float) -> RolloutStats:
         played = [t for group in groups for t in group.trajectories]
-        work = {name: count - before[name] for name, count in _counts(self.generator).items()}
+        counted = asdict(self.generator.counters)
+        work = {name: count - before[name] for name, count in counted.items()}
         return RolloutStats(
             episodes=len(played),
             errors=sum(t.stop is StopReason.ERROR for t in played),
@@ -391,11 +392,6 @@ class _Run:
             seconds=seconds,
             **work,
         )
-
-
-def _counts(generator: Generator) -> dict[str, int]:
-    counters = generator.counters
-    return {f.name: getattr(counters, f.name) for f in fields(counters)}
 
 
 def _ignore(episode: _Episode, outcome: Outcome) -> None:
