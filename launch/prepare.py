@@ -285,7 +285,11 @@ def _check_others(config: TrainConfig, checkpoint: Path) -> None:
         others["reference"] = config.reference
     own = tokenizer_sha256(load_tokenizer(checkpoint)) if others else ""
     for name, folder in others.items():
-        if tokenizer_sha256(load_tokenizer(folder)) != own:
+        try:
+            theirs = tokenizer_sha256(load_tokenizer(folder))
+        except UserError as error:
+            raise UserError(f"{name} {error}") from None
+        if theirs != own:
             raise UserError(f"{name} {folder}: has another tokenizer than policy {config.policy}")
         trained = read_stage(folder).context
         if config.context > trained and not config.allow_longer_context:

@@ -190,7 +190,13 @@ def test_a_reference_that_does_not_fit_is_one_line(base: TrainConfig, tmp_path: 
         train(replace(pulled, reference=str(tmp_path / "gone")))
     other = shutil.copytree(base.policy, tmp_path / "other")
     stage = json.loads((other / "stage.json").read_text())
-    (other / "stage.json").write_text(json.dumps({**stage, "tokenizer_sha256": "0"}))
+    (other / "stage.json").write_text(json.dumps({**stage, "tokenizer_sha256": ""}))
+    file = other / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    first, second = list(vocab)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    file.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"^reference .*other: has another tokenizer than policy"):
         train(replace(pulled, reference=str(other)))
 
