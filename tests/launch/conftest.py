@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,3 +25,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stage = StageRecord(64, (64,), 1000, tokenizer_sha256(tokenizer))
     folder = tmp_path_factory.mktemp("policy") / "echo"
     return save_checkpoint(folder, Policy(config), config, tokenizer, stage)
+
+
+@pytest.fixture(scope="session")
+def foreign(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights with another tokenizer, which nothing beside them tells, as in a published
+    folder: two words have changed places."""
+    other = shutil.copytree(checkpoint, tmp_path_factory.mktemp("foreign") / "other")
+    stage = json.loads((other / "stage.json").read_text())
+    (other / "stage.json").write_text(json.dumps({**stage, "tokenizer_sha256": ""}))
+    file = other / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    first, second = list(vocab)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    file.write_text(json.dumps(content))
+    return other

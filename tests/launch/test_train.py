@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -181,24 +180,17 @@ def test_a_pull_to_the_start_goes_on_after_a_resume(
     assert "learn/reference_kl" not in rows(finished)[1]
 
 
-def test_a_reference_that_does_not_fit_is_one_line(base: TrainConfig, tmp_path: Path) -> None:
+def test_a_reference_that_does_not_fit_is_one_line(
+    base: TrainConfig, tmp_path: Path, foreign: Path
+) -> None:
     config = replace(base, output=str(tmp_path / "none"), reference=base.policy)
     with pytest.raises(UserError, match=r"^reference=.*it needs algorithm\.kl above 0$"):
         train(config)
     pulled = replace(config, algorithm=AlgorithmConfig(kl=0.1))
     with pytest.raises(UserError, match=r"^algorithm\.kl needs its reference: .*no such folder$"):
         train(replace(pulled, reference=str(tmp_path / "gone")))
-    other = shutil.copytree(base.policy, tmp_path / "other")
-    stage = json.loads((other / "stage.json").read_text())
-    (other / "stage.json").write_text(json.dumps({**stage, "tokenizer_sha256": ""}))
-    file = other / "tokenizer.json"
-    content = json.loads(file.read_text())
-    vocab = content["model"]["vocab"]
-    first, second = list(vocab)[-2:]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    file.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"^reference .*other: has another tokenizer than policy"):
-        train(replace(pulled, reference=str(other)))
+        train(replace(pulled, reference=str(foreign)))
 
 
 def test_two_actors_and_two_ranks_give_the_same_run(finished: TrainConfig, tmp_path: Path) -> None:
