@@ -188,7 +188,6 @@ def prepare_chunks(
         "K": width,
         "C": size,
         "ANCHOR": options.anchor,
-        "NORM": options.norm,
         "GATE": options.gate,
         "SIGMOID": options.sigmoid,
     }
@@ -222,6 +221,7 @@ def prepare_chunks(
         *(x.stride(0) for x in (q, k, g, beta)),
         *(x.stride(1) for x in (q, k, g, beta)),
         PIECE=min(width, 64),
+        NORM=options.norm,
         **constants,
         PRECISION="ieee" if wide else PREP_PRECISION,
         num_warps=2,

@@ -58,19 +58,17 @@ def scale_in_place(tile, factor, layout: gl.constexpr):
 
 
 @gluon.jit
-def row_scales(stack, scale, C: gl.constexpr, NORM: gl.constexpr, layout: gl.constexpr):
+def row_scales(stack, scale, C: gl.constexpr, layout: gl.constexpr):
     """What the rows of k, then of q, are multiplied by, without and with ``scale`` on q."""
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * C, 16])
     row = gl.arange(0, 2 * C, layout=layout)
-    norm = gl.full([2 * C], 1.0, gl.float32, layout)
-    if NORM:
-        zero = gl.zeros([2 * C, 2 * C], gl.float32, square)
-        products = warpgroup_mma(stack, stack.permute((1, 0)), zero, is_async=True)
-        products = warpgroup_mma_wait(0, deps=[products])
-        one = gl.arange(0, 2 * C, layout=gl.SliceLayout(1, square))
-        other = gl.arange(0, 2 * C, layout=gl.SliceLayout(0, square))
-        squares = gl.sum(gl.where(one[:, None] == other[None, :], products, 0.0), 1)
-        norm = gl.convert_layout(gl.rsqrt(squares + 1e-6), layout)
+    zero = gl.zeros([2 * C, 2 * C], gl.float32, square)
+    products = warpgroup_mma(stack, stack.permute((1, 0)), zero, is_async=True)
+    products = warpgroup_mma_wait(0, deps=[products])
+    one = gl.arange(0, 2 * C, layout=gl.SliceLayout(1, square))
+    other = gl.arange(0, 2 * C, layout=gl.SliceLayout(0, square))
+    squares = gl.sum(gl.where(one[:, None] == other[None, :], products, 0.0), 1)
+    norm = gl.convert_layout(gl.rsqrt(squares + 1e-6), layout)
     return norm, norm * gl.where(row < C, 1.0, scale)
 
 
@@ -238,11 +236,11 @@ def prep_hopper_kernel(
     K: gl.constexpr,
     C: gl.constexpr,
     ANCHOR: gl.constexpr,
-    NORM: gl.constexpr,
     GATE: gl.constexpr,
     SIGMOID: gl.constexpr,
 ):
-    """As `triton_prep.prep_kernel`; grid (chunks H). ``C`` 32, ``K`` 128, four warps."""
+    """As `triton_prep.prep_kernel`; grid (chunks H). ``C`` 32, ``K`` 128, four warps; q and k
+    are normalised."""
     work: gl.constexpr = gl.bfloat16
     HALF: gl.constexpr = K // 2
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -278,7 +276,7 @@ def prep_hopper_kernel(
     mbarrier.wait(bar, 0)
     if length < C:
         clear_rows(stack, length, C)
-    norm, factor = row_scales(stack, scale, C, NORM, rows)
+    norm, factor = row_scales(stack, scale, C, rows)
     gl.store(k_norm + space * C + token, norm, mask=stack_row < C)
     gl.store(q_norm + space * C + token, norm, mask=stack_row >= C)
     scales.store(factor)
