@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..configs.schema import TrainConfig
 from ..envs.types import StopReason
 from ..rl.types import UpdateResult
 from ..rollout.types import Group
@@ -150,6 +151,19 @@ def context_line(groups: Sequence[Group], context: int) -> str | None:
     if 2 * cut <= episodes:
         return None
     return f"{cut} of {episodes} episodes did not fit: raise context (now {context})"
+
+
+def kinds_line(groups: Sequence[Group], config: TrainConfig) -> str | None:
+    """Which settings are for kinds of tasks that none of these episodes is of."""
+    met = {t.kind for group in groups for t in group.trajectories}
+    named = [(f"algorithm.efforts.{kind}", kind) for kind in config.algorithm.efforts]
+    for number, teacher in enumerate(config.teachers):
+        named += [(f"teachers.{number}.kinds={kind}", kind) for kind in teacher.kinds]
+    unmet = [setting for setting, kind in named if kind not in met]
+    if not unmet or not met:
+        return None
+    seen = ", ".join(sorted(kind or "none" for kind in met))
+    return f"no episode so far is of the kind of {', '.join(unmet)} (kinds so far: {seen})"
 
 
 def unchanged_line(rows: Sequence[dict[str, Any]]) -> str | None:

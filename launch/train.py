@@ -39,6 +39,7 @@ from .report import (
     curve_points,
     cut_by_context,
     evaluate_line,
+    kinds_line,
     resume_line,
     rounds_line,
     skipped_line,
@@ -320,6 +321,8 @@ def _record(job: Job, played: Played, result: UpdateResult) -> None:
         )
     if (cut := context_line(groups, run.config.context)) is not None:
         display.line(f"step {run.step}: {cut}")
+    if run.step == 1 and (unmet := kinds_line(groups, run.config)) is not None:
+        display.line(f"step 1: {unmet}")
     job.recorder.metrics(
         run.step,
         {

@@ -33,7 +33,7 @@ from .learner import Learner
 from .penalties import Pull
 from .publish import publish
 from .reference import Reference
-from .teachers import Distillation, Lesson, Teachers
+from .teachers import Distillation, Teachers, teaches
 from .types import Share, UpdateResult
 
 ACTOR_CPUS = 0.01  # Ray places by this number; the real use is set by ``threads``
@@ -64,7 +64,7 @@ class LearnerActor:
         vision: bool = False,
         critic: bool = False,
         reference: tuple[str, Pull] | None = None,
-        teachers: tuple[Sequence[Lesson], Distillation] | None = None,
+        teachers: tuple[Sequence[TeacherConfig], Distillation] | None = None,
     ) -> None:
         """Join the other ranks and build the learner around the policy of ``checkpoint``, which
         gets a value head for a ``critic`` if it has none, is pulled to that of ``reference``, and
@@ -82,7 +82,7 @@ class LearnerActor:
         if reference is not None:
             kept = Reference(_copy(reference[0], vision, device), reference[1], temperature)
         if teachers is not None:
-            folders = dict.fromkeys(lesson.folder for lesson in teachers[0])
+            folders = dict.fromkeys(teacher.policy for teacher in teachers[0])
             copies = {folder: _copy(folder, vision, device) for folder in folders}
             taught = Teachers(teachers[0], copies, teachers[1], temperature)
         self.learner = Learner(policy, self.config, temperature, kept, taught)
@@ -172,10 +172,10 @@ class LearnerGroup:
         critic = self.algorithm.critic is not None
         pull = self.algorithm.pull
         near = None if pull is None else (reference or checkpoint, pull)
-        taught, self.lessons = None, list[Lesson]()
+        taught, self.teachers = None, tuple[TeacherConfig, ...]()
         if (distillation := self.algorithm.distillation) is not None:
-            self.lessons = [Lesson(t.policy, t.kinds, t.weight) for t in teachers]
-            taught = self.lessons, distillation
+            self.teachers = tuple(teachers)
+            taught = self.teachers, distillation
         start = (checkpoint, rendezvous, temperature, vision, critic, near, taught)
         self._starting = [a.start.remote(*start) for a in self.actors]
 
@@ -280,7 +280,7 @@ class LearnerGroup:
             *(groups, own.advantages, flat),
             credit=own.credit,
             shaping=own.shaping,
-            taught=lambda kind: any(lesson.about(kind) for lesson in self.lessons),
+            taught=lambda kind: any(teaches(teacher, kind) for teacher in self.teachers),
         )
 
     def _shares(self, samples: Sequence[batch.Sample]) -> list[Share]:

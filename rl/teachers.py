@@ -4,14 +4,14 @@ rank."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..policy.images import Placed
+from ..configs.schema import TeacherConfig
 from .advantages import distillation
 from .ratio import bounded, difference, masked
 from .reference import score
@@ -26,18 +26,9 @@ class Distillation:
     bound: float
 
 
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """Who teaches what: a teacher's checkpoint, the ``kinds`` of tasks it teaches (none: all), and
-    its weight beside others that teach the same."""
-
-    folder: str
-    kinds: tuple[str, ...]
-    weight: float
-
-    def about(self, kind: str) -> bool:
-        """Whether tasks of a kind are taught."""
-        return not self.kinds or kind in self.kinds
+def teaches(teacher: TeacherConfig, kind: str) -> bool:
+    """Whether tasks of a kind are among those it teaches."""
+    return not teacher.kinds or kind in teacher.kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +49,14 @@ class Teachers:
 
     def __init__(
         self,
-        lessons: Sequence[Lesson],
+        teachers: Sequence[TeacherConfig],
         policies: dict[str, Any],
         setting: Distillation,
         temperature: float,
     ) -> None:
-        self.lessons, self.setting, self.temperature = lessons, setting, temperature
+        self.teachers, self.setting, self.temperature = teachers, setting, temperature
         self.policies = {folder: own.requires_grad_(False) for folder, own in policies.items()}
-        self.device = next(policies[lessons[0].folder].parameters()).device
+        self.device = next(policies[teachers[0].policy].parameters()).device
 
     def score(self, batch: MicroBatch, positions: np.ndarray) -> Taught:
         """What the teachers say of the tokens at ``positions`` [R], none of which is a sequence's
@@ -73,15 +64,18 @@ class Teachers:
         of = np.searchsorted(batch.cu_seqlens, positions, side="right") - 1
         total = torch.zeros(len(positions), dtype=torch.float64, device=self.device)
         weight = torch.zeros_like(total)
-        for lesson in self.lessons:
-            mine = np.array([lesson.about(kind) and not batch.padding for kind in batch.kinds])
+        for teacher in self.teachers:
+            mine = np.array([teaches(teacher, k) and not batch.padding for k in batch.kinds])
             if not mine[of].any():
                 continue
-            part, kept = _part(batch, mine, positions)
-            own = score(self.policies[lesson.folder], part, kept, self.temperature).double()
-            rows = torch.from_numpy(np.flatnonzero(mine[of])).to(self.device)
-            total.index_add_(0, rows, lesson.weight * own)
-            weight.index_add_(0, rows, torch.full_like(own, lesson.weight))
+            kept = mine[of]
+            place = np.cumsum(np.repeat(mine, np.diff(batch.cu_seqlens))) - 1
+            part, own_positions = batch.of_sequences(mine), place[positions[kept]]
+            policy = self.policies[teacher.policy]
+            own = score(policy, part, own_positions, self.temperature).double()
+            rows = torch.from_numpy(np.flatnonzero(kept)).to(self.device)
+            total.index_add_(0, rows, teacher.weight * own)
+            weight.index_add_(0, rows, torch.full_like(own, teacher.weight))
         known = weight > 0
         return Taught((total / torch.where(known, weight, 1.0)).float(), known)
 
@@ -102,22 +96,3 @@ class Teachers:
         }
         told = {name: values.sum() / denominator for name, values in sums.items()}
         return self.setting.coefficient * gap, told
-
-
-def _part(
-    batch: MicroBatch, mine: np.ndarray, positions: np.ndarray
-) -> tuple[MicroBatch, np.ndarray]:
-    """The sequences of a micro-batch that ``mine`` [N] marks, as far as a policy reads them, and
-    where those of ``positions`` that are theirs are now."""
-    borders, lengths = batch.cu_seqlens, np.diff(batch.cu_seqlens)
-    of = np.repeat(np.arange(len(lengths)), lengths)
-    keep = mine[of]
-    place = np.cumsum(keep) - 1
-    images = [image for image in batch.images if keep[image.start]]
-    part = replace(
-        batch,
-        input_ids=batch.input_ids[keep],
-        cu_seqlens=np.cumsum([0, *lengths[mine]]).astype(borders.dtype),
-        images=tuple(Placed(int(place[image.start]), image.patches) for image in images),
-    )
-    return part, place[positions[keep[positions]]]

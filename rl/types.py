@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor
@@ -71,6 +71,31 @@ class MicroBatch:
     terminated: np.ndarray | None = None
     routes: Routes | None = None
     kinds: tuple[str, ...] = ("",)
+
+    def of_sequences(self, chosen: np.ndarray) -> MicroBatch:
+        """The sequences that ``chosen`` bool [N] marks, in their order, and all that is theirs."""
+        lengths = np.diff(self.cu_seqlens)
+        kept = np.repeat(chosen, lengths)
+        place = np.cumsum(kept) - 1
+        routes = self.routes
+        return replace(
+            self,
+            input_ids=self.input_ids[kept],
+            cu_seqlens=np.cumsum([0, *lengths[chosen]]).astype(self.cu_seqlens.dtype),
+            loss_mask=self.loss_mask[kept],
+            behavior_logprobs=self.behavior_logprobs[kept],
+            advantages=self.advantages[kept],
+            sequence_ids=self.sequence_ids[kept],
+            images=tuple(
+                Placed(int(place[image.start]), image.patches)
+                for image in self.images
+                if kept[image.start]
+            ),
+            rewards=None if self.rewards is None else self.rewards[kept],
+            terminated=None if self.terminated is None else self.terminated[chosen],
+            routes=None if routes is None else Routes(routes.experts[kept], routes.known[kept]),
+            kinds=tuple(k for k, own in zip(self.kinds, chosen, strict=True) if own),
+        )
 
 
 @dataclass(frozen=True, slots=True)

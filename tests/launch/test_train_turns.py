@@ -81,9 +81,11 @@ def test_a_run_learns_from_the_rewards_of_turns(base: TrainConfig, tmp_path: Pat
     assert own["learn/grad_norm"] != other["learn/grad_norm"]
 
 
-def test_budgets_follow_the_kind_of_a_task_and_are_counted(base: TrainConfig) -> None:
+def test_budgets_follow_the_kind_of_a_task_and_are_counted(
+    base: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Budgets 3 * 0.5 and 3 * 2 tokens, where an episode takes 2 to 4."""
-    efforts = {"low": 0.5, "max": 2.0}
+    efforts = {"low": 0.5, "max": 2.0, "hihg": 4.0}
     config = replace(base, algorithm=AlgorithmConfig(efforts=efforts, credit="step"))
     assert train(config) == 0
     for row in rows(config):
@@ -91,6 +93,8 @@ def test_budgets_follow_the_kind_of_a_task_and_are_counted(base: TrainConfig) ->
         assert 0 < low < 32 and row["learn/over_budget"] == low
         assert row["learn/reward_shaping"] < 0 < row["train/reward"]
         assert row["train/version"] == row["step"]
+    (line,) = [text for text in capsys.readouterr().out.splitlines() if "so far is of" in text]
+    assert line.endswith("is of the kind of algorithm.efforts.hihg (kinds so far: low, max)")
 
 
 def test_teachers_alone_pull_the_policy_to_them(base: TrainConfig, teacher: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import override_config
-from farhorizon.configs.schema import AlgorithmConfig
+from farhorizon.configs.schema import AlgorithmConfig, TeacherConfig
 from farhorizon.rl.advantages import group_relative
 from farhorizon.rl.algorithms import ALGORITHMS, CLIP, CRITIC, GROUP, make_algorithm
 from farhorizon.rl.batch import samples_of_groups
@@ -23,7 +23,7 @@ from farhorizon.rl.corrections import CORRECTIONS
 from farhorizon.rl.critic import Critic, judge, with_values
 from farhorizon.rl.penalties import kl_reward
 from farhorizon.rl.shaping import Shaping
-from farhorizon.rl.teachers import Lesson, Taught, Teachers
+from farhorizon.rl.teachers import Taught, Teachers
 from farhorizon.rl.types import LossOutput
 from farhorizon.rollout.types import Group
 
@@ -111,7 +111,7 @@ def outcome(config: AlgorithmConfig) -> list[float]:
                 estimator=pull.estimator,
             )
     if (setting := algorithm.distillation) is not None:
-        teachers = Teachers([Lesson("t", (), 1.0)], {"t": torch.nn.Linear(1, 1)}, setting, 1.0)
+        teachers = Teachers([TeacherConfig(policy="t")], {"t": torch.nn.Linear(1, 1)}, setting, 1.0)
         taught = Taught(torch.linspace(-2.0, 0.5, 10), everywhere)
         token_advantages += teachers.teach(logprobs, taught, everywhere, 10)[0]
     loss = algorithm.loss(

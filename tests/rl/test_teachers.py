@@ -12,13 +12,14 @@ import torch
 
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import override_config
-from farhorizon.configs.schema import AlgorithmConfig
+from farhorizon.configs.schema import AlgorithmConfig, TeacherConfig
 from farhorizon.policy.images import Patches, Placed
+from farhorizon.policy.routing import Routes
 from farhorizon.rl.advantages import distillation
 from farhorizon.rl.algorithms import make_algorithm
 from farhorizon.rl.batch import samples_of_groups, samples_of_text, shares
 from farhorizon.rl.losses import k25, ppo_clip, reinforce
-from farhorizon.rl.teachers import Distillation, Lesson, Taught, Teachers, _part
+from farhorizon.rl.teachers import Distillation, Taught, Teachers
 from farhorizon.rl.types import MicroBatch
 from farhorizon.rollout.types import Group
 
@@ -51,7 +52,10 @@ def alone(policy: FakePolicy, batch: MicroBatch, number: int) -> list[float]:
 def test_each_sequence_is_scored_by_the_teachers_of_its_kind_by_weight() -> None:
     batch = texts("math", "code", "poems", "code")  # lies as code, poems, code, math
     policies = {name: FakePolicy(seed=seed) for seed, name in enumerate(("a", "b"))}
-    lessons = [Lesson("a", ("math", "code"), 1.0), Lesson("b", ("code",), 3.0)]
+    lessons = [
+        TeacherConfig(policy="a", kinds=("math", "code")),
+        TeacherConfig(policy="b", kinds=("code",), weight=3.0),
+    ]
     taught = Teachers(lessons, policies, ALONE, 0.7).score(batch, np.flatnonzero(batch.loss_mask))
     assert batch.kinds == ("code", "poems", "code", "math")
     a, b = ([alone(policies[n], batch, i) for i in range(4)] for n in ("a", "b"))
@@ -63,7 +67,7 @@ def test_each_sequence_is_scored_by_the_teachers_of_its_kind_by_weight() -> None
 
 
 def test_a_teacher_without_kinds_teaches_all_and_padding_none() -> None:
-    teacher, lesson = {"a": FakePolicy()}, Lesson("a", (), 2.0)
+    teacher, lesson = {"a": FakePolicy()}, TeacherConfig(policy="a", weight=2.0)
     batch = texts("", "code")
     own = Teachers([lesson], teacher, ALONE, 0.7)
     taught = own.score(batch, np.flatnonzero(batch.loss_mask))
@@ -74,14 +78,25 @@ def test_a_teacher_without_kinds_teaches_all_and_padding_none() -> None:
     assert nothing.known.tolist() == [False] and nothing.logprobs.tolist() == [0.0]
 
 
-def test_images_move_with_the_sequences_that_are_scored() -> None:
+def test_sequences_take_all_that_is_theirs_with_them() -> None:
     patches = Patches(np.zeros((4, 3, 2, 2), np.uint8), (1, 2, 2), 1)
     images = tuple(Placed(start, patches) for start in (1, 6))
+    experts, known = np.arange(12, dtype=np.uint8)[:, None, None], np.arange(12) % 2 == 0
+    rewards, ends = np.arange(12.0), np.array([True, False, True])
     batch = replace(texts("code", "math", "code"), images=images)  # of 5, 4 and 3 tokens
-    part, at = _part(batch, np.array([False, True, True]), np.array([2, 6, 8, 10]))
-    assert part.input_ids.tolist() == batch.input_ids[5:].tolist()
-    assert part.cu_seqlens.tolist() == [0, 4, 7] and at.tolist() == [1, 3, 5]
+    batch = replace(batch, rewards=rewards, terminated=ends, routes=Routes(experts, known))
+    part = batch.of_sequences(np.array([True, False, True]))
+    kept = np.array([*range(5), *range(9, 12)])
+    for name in ("input_ids", "loss_mask", "behavior_logprobs", "advantages", "sequence_ids"):
+        assert getattr(part, name).tolist() == getattr(batch, name)[kept].tolist()
+    assert part.cu_seqlens.tolist() == [0, 5, 8] and part.kinds == ("code", "code")
+    assert part.rewards is not None and part.rewards.tolist() == kept.tolist()
+    assert part.terminated is not None and part.terminated.tolist() == [True, True]
+    assert part.routes is not None and part.routes.experts.ravel().tolist() == kept.tolist()
+    assert part.routes.known.tolist() == (kept % 2 == 0).tolist()
     assert [image.start for image in part.images] == [1]
+    later = batch.of_sequences(np.array([False, True, True]))
+    assert [image.start for image in later.images] == [1] and later.cu_seqlens.tolist() == [0, 4, 7]
 
 
 def test_what_is_taught_by_hand() -> None:
@@ -90,7 +105,7 @@ def test_what_is_taught_by_hand() -> None:
     known = torch.tensor([True, True, False, True])
     taught = Taught(torch.tensor([-0.5, -10.0, 0.0, -0.1]), known)
     mask = torch.tensor([True, True, True, False])
-    own = Teachers([Lesson("a", (), 1.0)], {"a": FakePolicy()}, Distillation(0.5, 2.0), 1.0)
+    own = Teachers([TeacherConfig(policy="a")], {"a": FakePolicy()}, Distillation(0.5, 2.0), 1.0)
     advantages, told = own.teach(logprobs, taught, mask, 4)
     assert advantages.tolist() == [0.25, -1.0, 0.0, 0.0] and not advantages.requires_grad
     values = {name: value.item() for name, value in told.items()}
