@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from ..configs.schema import LearnerConfig
 from ..policy.weights import WeightManifest
+from .collective import all_reduce
 from .divided import Divided, check_divided
 from .gradients import grad_norm, part_norms, parts_of
 from .optimizer import (
@@ -212,16 +213,8 @@ class Engine:
         return self.lr * min(1.0, (self.applied_steps + 1) / warmup) if warmup else self.lr
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
-        """Reduce tensors over ranks ("sum" or "max"), in place and in one message.
-
-        They travel in their common dtype: do not mix integers with floats.
-        """
-        if self.world_size == 1 or not tensors:
-            return
-        flat = torch.cat([t.reshape(-1) for t in tensors])
-        dist.all_reduce(flat, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        """As `farhorizon.rl.collective.all_reduce`."""
+        all_reduce(tensors, op)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -26,6 +26,7 @@ from ..configs.errors import RunFailed
 from ..configs.schema import SftConfig
 from ..policy import Policy
 from ..policy.corpus import Demonstration
+from .collective import all_reduce
 from .engine import join
 
 DECAY = 0.3  # share of the steps, at the end, in which the learning rate falls to 0
@@ -66,9 +67,7 @@ class QuantileBalancing(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._counting.close()
-        if torch.distributed.is_initialized():
-            for counts in self.policy.routing_counts():
-                torch.distributed.all_reduce(counts)
+        all_reduce(self.policy.routing_counts())
 
     def on_optimizer_step(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any

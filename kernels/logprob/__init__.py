@@ -51,7 +51,7 @@ def token_logprobs(
         )
     if targets.shape != hidden.shape[:1]:
         raise ValueError(f"targets must be {list(hidden.shape[:1])}, got {list(targets.shape)}")
-    if temperature <= 0:
+    if not temperature > 0:  # nan is not
         raise ValueError(f"temperature must be positive, got {temperature}")
     dtype = product_dtype(hidden)
     if hidden.is_cuda and dtype in (torch.bfloat16, torch.float16):

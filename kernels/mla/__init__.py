@@ -81,6 +81,11 @@ def _check(
     lengths: torch.Tensor,
 ) -> None:
     _check_columns(cache)
+    if not query.dtype == shared.dtype == cache.dtype:
+        raise ValueError(
+            f"query, shared and cache must have one type, got {query.dtype}, {shared.dtype} and "
+            f"{cache.dtype}"
+        )
     count, heads, rank = query.shape
     rest = cache.shape[-1] - rank
     for name, x, shape in (

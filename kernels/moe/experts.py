@@ -58,10 +58,10 @@ def grouped_experts(
     gradients. It rounds differently.
     """
     num_experts, tokens, k = len(w1), len(x), experts.shape[1]
+    for name, w in (("w1", w1), ("w2", w2), ("w3", w3)):
+        if w.dtype != x.dtype:
+            raise ValueError(f"{name} must be {x.dtype} as x, got {w.dtype}")
     if takes_kernels(x) and not dense:
-        for name, w in (("w1", w1), ("w2", w2), ("w3", w3)):
-            if w.dtype != x.dtype:
-                raise ValueError(f"{name} must be {x.dtype} as x, got {w.dtype}")
         from .grouped import GroupedExperts
 
         inputs = (x, w1, w2, w3, experts, weights)
@@ -103,7 +103,7 @@ def in_expert_order(
     order, place, sizes = expert_order(experts, num_experts)
     source = order // experts.shape[1]
     rows = _Dispatch.apply(x, source, place)
-    return _Collect.apply(outputs(rows, weights.view(-1, 1)[order], sizes), source, place)
+    return _Collect.apply(outputs(rows, weights.reshape(-1, 1)[order], sizes), source, place)
 
 
 def expert_order(

@@ -17,7 +17,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..device import is_hopper, launch, on_device_of, processors
 from ..precision import as_given
 from .gluon_histogram import count_hopper_kernel, load_hopper_kernel
-from .histogram import NUM_BINS, Counts, QuantileHistogram
+from .histogram import (
+    COARSE_BINS,
+    FIRST,
+    SHIFT,
+    SIDE_BINS,
+    WINDOW,
+    Counts,
+    QuantileHistogram,
+)
 from .layout import power_above
 from .route import MOST_CHOICES
 from .triton_histogram import count_kernel, load_kernel
@@ -147,9 +155,13 @@ def count(
         return
     if not tokens:
         return
-    tables = (histogram.low, histogram.scale, histogram.counts, histogram.tokens)
+    own = histogram
+    tables = (own.low, own.scale, own.bias, own.counts, own.tokens)
     given = (values, cutoff.float().contiguous(), byte_mask(valid), *tables, tokens)
-    fixed = {"E": num_experts, "BINS": NUM_BINS, "MASKED": valid is not None, "LOGITS": logits}
+    fixed = {
+        **{"E": num_experts, "COARSE": COARSE_BINS, "SIDE": SIDE_BINS, "WINDOW": WINDOW},
+        **{"FIRST": FIRST, "SHIFT": SHIFT, "MASKED": valid is not None, "LOGITS": logits},
+    }
     with on_device_of(values):
         if is_hopper(values.device):
             groups = -(-num_experts // HOPPER_EXPERTS)

@@ -23,18 +23,38 @@ def scores_of(x, LOGITS: gl.constexpr):
 
 @gluon.jit
 def bits_of(
-    score, top, bottom, per, kept, BINS: gl.constexpr, SOME: gl.constexpr, LOGITS: gl.constexpr
+    score,
+    top,
+    bottom,
+    per,
+    own,
+    kept,
+    COARSE: gl.constexpr,
+    SIDE: gl.constexpr,
+    WINDOW: gl.constexpr,
+    FIRST: gl.constexpr,
+    SHIFT: gl.constexpr,
+    SOME: gl.constexpr,
+    LOGITS: gl.constexpr,
 ):
-    """The bin of every score in the last bits of 2^23 as fp32; with ``SOME``, 1023 where not
-    ``kept``."""
-    bins = (top[:, None] - scores_of(score, LOGITS) - bottom) * per
+    """The bin of every score above the bits of 2^23 as fp32, as in `count_kernel` with ``own`` the
+    biases; with ``SOME``, the one behind the last where not ``kept``."""
+    required = top[:, None] - scores_of(score, LOGITS)
+    coarse = (required - bottom) * per
     # the maximum with what is no number is the other one
-    bins = gl.minimum(gl.maximum(bins, 0.0), BINS - 1.0)
-    if SOME:
-        bins = gl.where(kept, bins, 1023.0)
-    return gl.inline_asm_elementwise(
-        "add.rz.f32 $0, $1, 0f4B000000;", "=r,f", [bins], dtype=gl.int32, is_pure=True, pack=1
+    coarse = gl.minimum(gl.maximum(coarse, 0.0), COARSE - 1.0)
+    bits = gl.inline_asm_elementwise(
+        "add.rz.f32 $0, $1, 0f4B000000;", "=r,f", [coarse], dtype=gl.int32, is_pure=True, pack=1
     )
+    away = required - own[None, :]
+    step = gl.maximum(gl.abs(away).to(gl.int32, bitcast=True) >> SHIFT, FIRST)
+    upper: gl.constexpr = 0x4B000000 + COARSE + SIDE - FIRST
+    lower: gl.constexpr = 0x4B000000 + COARSE + SIDE - 1 + FIRST
+    fine = gl.where(away < 0, lower - step, step + upper)
+    bits = gl.where(gl.abs(away) < WINDOW, fine, bits)
+    if SOME:
+        bits = gl.where(kept, bits, 0x4B000000 + COARSE + 2 * SIDE)
+    return bits
 
 
 @gluon.jit
@@ -75,11 +95,16 @@ def count_hopper_kernel(
     valid,
     low,
     scale,
+    bias,
     counts,
     counted,
     tokens,
     E: gl.constexpr,
-    BINS: gl.constexpr,
+    COARSE: gl.constexpr,
+    SIDE: gl.constexpr,
+    WINDOW: gl.constexpr,
+    FIRST: gl.constexpr,
+    SHIFT: gl.constexpr,
     BE: gl.constexpr,
     DEPTH: gl.constexpr,
     MASKED: gl.constexpr,
@@ -90,7 +115,7 @@ def count_hopper_kernel(
     A row of the table holds one bin of all ``BE`` experts, 16 or 32. A lane of a warp has one
     expert, so that lanes hit different banks whatever their bins are, or two at most hit one. A
     thread reads ``DEPTH`` tokens while it counts those before. Nothing but the table may take
-    shared memory: its address is that of all of it. ``BINS`` is below 1024, the rows of the table.
+    shared memory: its address is that of all of it.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = 32 // BE
@@ -99,7 +124,8 @@ def count_hopper_kernel(
     tile: gl.constexpr = gl.BlockedLayout([DEPTH, 1], [LANES, BE], [WARPS, 1], [1, 0])
     wide: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BE, BE // 4], [WARPS, 1], [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    PARTS: gl.constexpr = 128 // WARPS
+    BINS: gl.constexpr = COARSE + 2 * SIDE
+    PARTS: gl.constexpr = BINS // (8 * WARPS) + 1  # of the rows of the table: one behind the last
     table = gl.allocate_shared_memory(gl.int32, [PARTS, 8 * WARPS, BE], plain)
     for part in range(PARTS):
         table.index(part).store(gl.zeros([8 * WARPS, BE], gl.int32, wide))
@@ -113,6 +139,8 @@ def count_hopper_kernel(
     mine = (gl.program_id(0) * BE + expert < E)[None, :]
     own = values + gl.program_id(0) * BE + row.to(gl.int64)[:, None] * E + expert[None, :]
     bottom, per = gl.load(low), gl.load(scale)
+    taker = gl.program_id(0) * BE + expert
+    own_bias = gl.load(bias + taker, mask=taker < E, other=0.0)
     number = gl.zeros([BT], gl.int32, gl.SliceLayout(1, tile))
     whole = tokens // BT
     if share < whole:
@@ -127,7 +155,10 @@ def count_hopper_kernel(
                 inside = gl.load(valid + at * BT + row) != 0
                 number += inside.to(gl.int32)
                 kept &= inside[:, None]
-            bits = bits_of(score, top, bottom, per, kept, BINS, SOME, LOGITS)
+            bits = bits_of(
+                *(score, top, bottom, per, own_bias, kept),
+                *(COARSE, SIDE, WINDOW, FIRST, SHIFT, SOME, LOGITS),
+            )
             increment(bits * (BE * 4) + begin)
             score, top = ahead, over
     if share == whole % shares:
@@ -138,7 +169,10 @@ def count_hopper_kernel(
         kept = mine & inside[:, None]
         score = read(own + whole.to(gl.int64) * (BT * E), kept, True)
         top = gl.load(cutoff + whole * BT + row, mask=inside, other=0.0)
-        bits = bits_of(score, top, bottom, per, kept, BINS, True, LOGITS)
+        bits = bits_of(
+            *(score, top, bottom, per, own_bias, kept),
+            *(COARSE, SIDE, WINDOW, FIRST, SHIFT, True, LOGITS),
+        )
         increment(bits * (BE * 4) + begin)
     if gl.program_id(0) == 0:
         if MASKED:

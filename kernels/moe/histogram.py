@@ -9,25 +9,36 @@ import torch
 
 from .route import route
 
-NUM_BINS = 1000
+COARSE_BINS = 1000
+# Around the bias of an expert bins are numbers of equal sign, exponent and first bits of mantissa.
+WINDOW, OCTAVES, MANTISSA_BITS = 2.0**-6, 11, 3
+SIDE_BINS = OCTAVES << MANTISSA_BITS
+NUM_BINS = COARSE_BINS + 2 * SIDE_BINS
+SHIFT = 23 - MANTISSA_BITS
+FIRST = (127 - 6 - OCTAVES) << MANTISSA_BITS  # the bits of 2^-17, the least that has an own bin
 UNITS = 1 << 40  # in 1, of the sum that centres biases
 
 
 class QuantileHistogram:
     """Counts required biases ``cutoff - score`` per expert and solves for their k/E quantile.
 
-    The bins span [min(bias) - 1, max(bias) + 1], which holds every required bias since scores lie
-    in (0, 1); the answer is exact to one bin width. ``counts`` [E, NUM_BINS] int32 and ``tokens``
-    [1] int64 may be summed in place over data-parallel ranks before `solve`.
+    Equal bins span [min(bias) - 1, max(bias) + 1], which holds every required bias since scores lie
+    in (0, 1). Those nearer to the expert's own bias than 2^-6 are in finer bins instead, as wide as
+    an eighth of their distance down to 2^-17: where a bias moves little, so does the error. The
+    answer is exact to the width of its bin. ``counts`` [E, NUM_BINS] int32, the equal bins first,
+    and ``tokens`` [1] int64 may be summed in place over data-parallel ranks before `solve`.
+    ValueError for a k out of range.
     """
 
     def __init__(self, bias: torch.Tensor, k: int) -> None:
+        if not 1 <= k <= len(bias):
+            raise ValueError(f"k must lie in [1, {len(bias)}], got {k}")
         self.k = k
         self.bias = bias.detach().float().clone()
         self.low = bias.min().float() - 1.0
         span = bias.max().float() + 1.0 - self.low
         # By a tensor: a GPU divides by a number as it multiplies by its reciprocal.
-        self.width, self.scale = span / torch.full_like(span, NUM_BINS), NUM_BINS / span
+        self.width, self.scale = span / torch.full_like(span, COARSE_BINS), COARSE_BINS / span
         self.counts = torch.zeros(len(bias), NUM_BINS, dtype=torch.int32, device=bias.device)
         self.tokens = torch.zeros(1, dtype=torch.int64, device=bias.device)
 
@@ -48,23 +59,28 @@ class QuantileHistogram:
             count(self, scores.float().contiguous(), cutoff, valid, logits=False)
             return
         if valid is not None:
+            valid = valid.bool()
             scores, cutoff = scores[valid], None if cutoff is None else cutoff[valid]
         self.tokens += len(scores)
         if self.k == len(self.bias) or cutoff is None:
             return  # every expert takes every token: nothing to balance
         # The difference first: one expert of each token is at the cutoff, where rounding must not
         # choose a bin.
-        bins = (cutoff[:, None] - scores - self.low) * self.scale
+        required = (cutoff[:, None] - scores).float()
         # One that is not finite (the step will be skipped) has a bin as well.
-        bins = bins.nan_to_num(0.0).clamp_(0, NUM_BINS - 1).long()
+        coarse = ((required - self.low) * self.scale).nan_to_num(0.0).clamp_(0, COARSE_BINS - 1)
+        away = required - self.bias
+        step = ((away.abs().view(torch.int32) >> SHIFT) - FIRST).clamp_(min=0)
+        fine = COARSE_BINS + SIDE_BINS + torch.where(away < 0, -1 - step, step)
+        bins = torch.where(away.abs() < WINDOW, fine, coarse.int()).long()
         flat = bins + torch.arange(scores.shape[1], device=bins.device) * NUM_BINS
         counts = torch.bincount(flat.flatten(), minlength=self.counts.numel())
         self.counts += counts.view_as(self.counts).to(torch.int32)
 
     def merge(self, other: QuantileHistogram) -> None:
         """Pool the counts of another shard of the same step."""
-        if not torch.equal(self.low, other.low) or not torch.equal(self.width, other.width):
-            raise ValueError("histograms of different biases cannot be merged")
+        if self.k != other.k or not torch.equal(self.bias, other.bias):
+            raise ValueError("histograms of different biases or k cannot be merged")
         self.counts += other.counts
         self.tokens += other.tokens
 
@@ -83,21 +99,49 @@ def balanced(histograms: Sequence[QuantileHistogram]) -> torch.Tensor:
     k, bias = histograms[0].k, torch.stack([one.bias for one in histograms])
     if k == bias.shape[1]:
         return centred(bias)
-    counts = torch.stack([one.counts for one in histograms]).double()
+    coarse, fine = (
+        part.double().cumsum(2)
+        for part in torch.stack([one.counts for one in histograms]).split(
+            (COARSE_BINS, 2 * SIDE_BINS), 2
+        )
+    )
     low, width = (
-        torch.stack([getattr(one, name) for one in histograms]).double()[:, None]
+        torch.stack([getattr(one, name) for one in histograms]).double()[:, None, None]
         for name in ("low", "width")
     )
     rank = torch.stack([one.tokens for one in histograms]).double() * k
     # It need not be whole when divided, by a tensor as above.
     rank = (rank / torch.full_like(rank, bias.shape[1]))[..., None]
-    total = counts.cumsum(2)
-    index = torch.searchsorted(total, rank.expand(*bias.shape, 1).contiguous())
-    index = index.clamp_(max=NUM_BINS - 1)
-    inside = counts.gather(2, index)
-    before = total.gather(2, index) - inside
-    part = ((rank - before) / inside.clamp(min=1)).clamp_(0, 1)
-    return centred(low + (index + part)[..., 0] * width)
+    wide = bias.double()[..., None]
+    # The equal bin in which the window begins holds what is below it, and nothing else.
+    border = ((wide - WINDOW - low) / width).long().clamp_(0, COARSE_BINS - 1)
+    below, within = coarse.gather(2, border), fine[..., -1:]
+    index, part = _place(coarse, torch.where(rank > below, rank - within, rank))
+    outside = low + (index + part) * width
+    outside = torch.where(rank > below, outside.clamp(min=wide + WINDOW), outside)
+    outside = torch.where(rank > below, outside, outside.clamp(max=wide - WINDOW))
+    edges = _edges(coarse)
+    index, part = _place(fine, rank - below)
+    inside = wide + edges[index] + part * (edges[index + 1] - edges[index])
+    found = torch.where((rank > below) & (rank <= below + within), inside, outside)
+    return centred(found[..., 0])
+
+
+def _place(total: torch.Tensor, rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bin that holds a rank ``[N, E, 1]``, where ``total [N, E, bins]`` are counts up to each
+    bin, and which part of it lies below."""
+    rank = rank.expand(*total.shape[:2], 1).contiguous()
+    index = torch.searchsorted(total, rank).clamp_(max=total.shape[2] - 1)
+    before = torch.where(index > 0, total.gather(2, (index - 1).clamp(min=0)), 0.0)
+    inside = total.gather(2, index) - before
+    return index, ((rank - before) / inside.clamp(min=1)).clamp_(0, 1)
+
+
+def _edges(like: torch.Tensor) -> torch.Tensor:
+    """Where the bins of the window begin and end, less the bias; fp64, one more than bins."""
+    bits = torch.arange(FIRST, FIRST + SIDE_BINS + 1, dtype=torch.int32, device=like.device)
+    above = (bits << SHIFT).view(torch.float32).double()[1:]
+    return torch.cat((-above.flip(0), above.new_zeros(1), above))
 
 
 def centred(bias: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ def naive_router(
             experts = torch.where(given[1][:, None], given[0].long(), experts)
             weights = mixing_weights(scores, experts)
     if counts is not None:
-        taken = experts if counts.valid is None else experts[counts.valid]
+        taken = experts if counts.valid is None else experts[counts.valid.bool()]
         counts.load.add_(torch.bincount(taken.flatten(), minlength=len(counts.load)))
         if counts.histogram is not None:
             counts.histogram.add(scores, counts.valid, cutoff)

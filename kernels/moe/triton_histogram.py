@@ -19,22 +19,29 @@ def count_kernel(
     valid,
     low,
     scale,
+    bias,
     counts,
     counted,
     tokens,
     E: tl.constexpr,
-    BINS: tl.constexpr,
+    COARSE: tl.constexpr,
+    SIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FIRST: tl.constexpr,
+    SHIFT: tl.constexpr,
     BT: tl.constexpr,
     BE: tl.constexpr,
     MASKED: tl.constexpr,
     LOGITS: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Add ``BT`` tokens of ``BE`` experts to ``counts [E, BINS]``; grid (tokens / BT, E / BE).
+    """Add ``BT`` tokens of ``BE`` experts to ``counts [E, bins]``; grid (tokens / BT, E / BE).
 
     ``values [T, E]`` are scores, or with ``LOGITS`` what the sigmoid makes scores. The bin is
-    (cutoff - score - low) scale rounded down, the first or last beyond them. ``counted`` takes the
-    number of tokens; with ``MASKED`` only those count where ``valid`` is not 0.
+    (cutoff - score - low) scale rounded down, the first or last of ``COARSE`` beyond them; nearer
+    to the expert's ``bias`` than ``WINDOW`` one of ``SIDE`` more on either side, by the first bits
+    of the distance. ``counted`` takes the number of tokens; with ``MASKED`` only those count where
+    ``valid`` is not 0.
     """
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     expert = tl.program_id(1) * BE + tl.arange(0, BE)
@@ -49,10 +56,16 @@ def count_kernel(
     score = tl.load(values + place, mask=mask, other=0.0).to(tl.float32)
     if LOGITS:
         score = sigmoid(score, FAST)
-    bins = (limit[:, None] - score - tl.load(low)) * tl.load(scale)
+    required = limit[:, None] - score
+    coarse = (required - tl.load(low)) * tl.load(scale)
     # the comparison is false of what is no number: that counts as the first
-    bins = tl.where(bins > 0, tl.minimum(bins, BINS - 1), 0.0).to(tl.int32)
-    tl.atomic_add(counts + expert[None, :] * BINS + bins, 1, mask=mask, sem="relaxed")
+    coarse = tl.where(coarse > 0, tl.minimum(coarse, COARSE - 1), 0.0).to(tl.int32)
+    away = required - tl.load(bias + expert, mask=expert < E, other=0.0)[None, :]
+    step = tl.maximum((tl.abs(away).to(tl.int32, bitcast=True) >> SHIFT) - FIRST, 0)
+    fine = COARSE + SIDE + tl.where(away < 0, -1 - step, step)
+    bins = tl.where(tl.abs(away) < WINDOW, fine, coarse)
+    into = counts + expert[None, :] * (COARSE + 2 * SIDE) + bins
+    tl.atomic_add(into, 1, mask=mask, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["routes"])

@@ -77,17 +77,63 @@ def test_invalid_tokens_do_not_count():
     torch.testing.assert_close(histogram.solve(), torch.tensor([-0.125, 0.125]), atol=0.004, rtol=0)
 
 
-def test_histogram_matches_the_exact_quantile_within_a_bin():
+@pytest.mark.parametrize("spread", [1.0, 0.1, 0.01, 1e-3, 1e-4])
+def test_histogram_matches_the_exact_quantile_within_a_bin(spread: float):
+    """As wide as 1/1000 of the range, or near the own bias as an eighth of the distance."""
     torch.manual_seed(0)
-    scores, bias, k = torch.rand(4001, 12), torch.randn(12) * 0.1, 3
+    scores, k = (torch.rand(4001, 12) - 0.5) * spread + 0.5, 3
+    bias = torch.randn(12) * spread / 10
     histogram = QuantileHistogram(bias, k)
     histogram.add(scores)
     cutoff = route(scores, bias, k)[2]
     required = (cutoff[:, None] - scores).sort(0).values
     rank = len(scores) * k / 12  # a required bias below the threshold wins the expert
     exact = required[int(rank)]
-    exact = exact - exact.mean()
-    assert float((histogram.solve() - exact).abs().max()) < 2 * float(histogram.width)
+    away = (exact - bias).abs()
+    width = torch.where(away < 2.0**-6, (away / 8).clamp(min=2.0**-17), histogram.width)
+    assert float(((histogram.solve() - (exact - exact.mean())).abs() - 2 * width.max()).max()) <= 0
+
+
+def test_the_answer_is_right_on_either_side_of_the_window():
+    """All required biases of an expert at one value, from far below its own to far above it."""
+    for value in (-0.6, -0.02, -(2.0**-6), -1e-3, -1e-7, 0.0, 1e-7, 1e-3, 2.0**-6, 0.02, 0.6):
+        histogram = QuantileHistogram(torch.zeros(2), 1)
+        cutoff = torch.full((8,), 0.6)
+        histogram.add(torch.stack([cutoff - value, cutoff], 1), cutoff=cutoff)
+        low, high = histogram.solve().tolist()
+        near = max(abs(value) / 8, 2.0**-17) if abs(value) < 2.0**-6 else float(histogram.width)
+        assert low - high == pytest.approx(value, abs=near + 2.0**-17)
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.1, 0.01])
+def test_scores_of_any_spread_are_balanced(spread: float):
+    torch.manual_seed(3)
+    tilt = torch.linspace(-2, 2, 32)
+    scores, bias = torch.sigmoid((torch.randn(4096, 32) + tilt) * spread), torch.zeros(32)
+    for _ in range(5):
+        histogram = QuantileHistogram(bias, 4)
+        histogram.add(scores)
+        bias = histogram.solve()
+    load = torch.bincount(route(scores, bias, 4)[0].flatten(), minlength=32)
+    assert float(load.max() / load.float().mean()) < 1.05
+
+
+def test_histograms_of_other_biases_do_not_merge():
+    first = QuantileHistogram(torch.tensor([0.0, 0.5, 1.0]), 1)
+    for other in (
+        QuantileHistogram(torch.tensor([0.0, 0.2, 1.0]), 1),
+        QuantileHistogram(torch.tensor([0.0, 0.5, 1.0]), 2),
+    ):
+        with pytest.raises(ValueError, match="different biases or k"):
+            first.merge(other)
+    with pytest.raises(ValueError, match=r"k must lie in \[1, 3\], got 5"):
+        QuantileHistogram(torch.zeros(3), 5)
+
+
+def test_a_mask_of_integers_is_a_mask():
+    histogram = QuantileHistogram(torch.zeros(2), 1)
+    histogram.add(pairs(4), torch.tensor([1, 0, 1, 0]))
+    assert int(histogram.tokens) == 2 and int(histogram.counts.sum()) == 4
 
 
 def test_balanced_load_on_the_same_scores_after_the_update():

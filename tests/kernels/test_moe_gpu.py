@@ -14,7 +14,7 @@ from farhorizon.kernels.moe import (
     route,
     router,
 )
-from farhorizon.kernels.moe.histogram import NUM_BINS
+from farhorizon.kernels.moe.histogram import COARSE_BINS, FIRST, SHIFT, SIDE_BINS, WINDOW
 
 pytestmark = pytest.mark.gpu
 
@@ -172,6 +172,7 @@ def test_counts_are_those_of_the_twin(experts: int, k: int, masked: bool) -> Non
 
     scores = torch.rand(30_001, experts, device="cuda")
     scores[:9000] = scores[0]  # many in one bin
+    scores[20_000:] = scores[20_000:] / 50 + 0.5  # near the biases of some
     bias = torch.randn(experts, device="cuda") * 0.2
     valid = torch.rand(30_001, device="cuda") > 0.3 if masked else None
     cutoff = route(scores, bias, k)[2]
@@ -182,9 +183,11 @@ def test_counts_are_those_of_the_twin(experts: int, k: int, masked: bool) -> Non
         twin.add(scores.cpu(), None if valid is None else valid.cpu(), cutoff.cpu())
         grid = (-(-len(scores) // 32), -(-experts // 32))
         count_kernel[grid](
-            *(scores, cutoff, byte_mask(valid), plain.low, plain.scale),
+            *(scores, cutoff, byte_mask(valid), plain.low, plain.scale, plain.bias),
             *(plain.counts, plain.tokens, len(scores)),
-            **{"E": experts, "BINS": NUM_BINS, "BT": 32, "BE": 32},  # type: ignore[arg-type]
+            **{"E": experts, "COARSE": COARSE_BINS, "SIDE": SIDE_BINS},  # type: ignore[arg-type]
+            **{"WINDOW": WINDOW, "FIRST": FIRST, "SHIFT": SHIFT},  # type: ignore[arg-type]
+            **{"BT": 32, "BE": 32},  # type: ignore[arg-type]
             **{"MASKED": masked, "LOGITS": False, "FAST": True},  # type: ignore[arg-type]
         )
     assert torch.equal(ours.counts.cpu(), twin.counts)

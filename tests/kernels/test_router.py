@@ -210,10 +210,16 @@ def bins_of(scores: torch.Tensor, cutoff: torch.Tensor, valid: torch.Tensor | No
 
 
 def test_bins_by_hand() -> None:
-    """Without thresholds 1000 bins span [-1, 1]: the width is 0.002."""
+    """Without thresholds 1000 bins span [-1, 1]: the width is 0.002. Below 2^-6 there are 88 on
+    either side: 0.0011 = 1.1264 2^-10 is in the second of eight of its octave, the eighth."""
     scores = torch.tensor([[0.25, 0.5], [0.5, 0.5], [0.75, 0.5]])
     cutoff = torch.tensor([0.5011, 0.5011, 0.5011])
-    assert bins_of(scores, cutoff, None) == [375, 500, 625]
+    assert bins_of(scores, cutoff, None) == [375, 625, 1000 + 88 + 7 * 8 + 1]
+    assert bins_of(scores[1:2], torch.tensor([0.4989]), None) == [1000 + 87 - 7 * 8 - 1]
+    assert bins_of(scores[1:2], torch.tensor([0.5]), None) == [1000 + 88]
+    assert bins_of(scores[1:2], torch.tensor([0.5 - 2.0**-20]), None) == [1000 + 87]
+    assert bins_of(scores[1:2], torch.tensor([0.5 + 2.0**-6]), None) == [507]  # 0.015625 / 0.002
+    assert bins_of(scores[1:2], torch.tensor([0.5 - 2.0**-6]), None) == [492]
     assert bins_of(scores, cutoff, torch.tensor([True, False, True])) == [375, 625]
     assert bins_of(scores[:1], torch.tensor([9.0]), None) == [999]
     assert bins_of(scores[:1], torch.tensor([-9.0]), None) == [0]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from farhorizon.kernels.moe.histogram import COARSE_BINS, SIDE_BINS
 from farhorizon.launch import bench_thresholds, cli
 from farhorizon.launch.record import read_rows
 from farhorizon.policy.moe import Router
@@ -47,8 +48,10 @@ def test_on_other_routes_it_is_not() -> None:
     required = scores[:, 2:].amax(1) - scores[:, 2]
     histogram = router.histogram
     assert histogram is not None and int(histogram.counts[2].sum()) == 50
-    low = float(histogram.low) + float(histogram.width) * int(histogram.counts[2].nonzero()[0])
-    assert low == pytest.approx(float(required.min()), abs=float(histogram.width))
+    coarse, fine = histogram.counts[2].split((COARSE_BINS, 2 * SIDE_BINS))
+    assert int(coarse[: COARSE_BINS // 2].sum()) == int(fine[:SIDE_BINS].sum()) == 0
+    assert float(required.min()) == 0
+    assert int(fine[SIDE_BINS]) >= 1  # those that require 0
 
 
 def test_every_kind_trains_and_a_finished_one_is_kept(checkpoint: Path, tmp_path: Path) -> None:
