@@ -47,7 +47,11 @@ class MoeBenchConfig:
         "32768x768x512x32x4",
         "256x768x512x32x4",
     )
-    router: tuple[str, ...] = ("32768x2048x128x8", "65536x7168x896x16")  # TOKENSxWIDTHxEXPERTSxK
+    router: tuple[str, ...] = (  # TOKENSxWIDTHxEXPERTSxK
+        "65536x2048x896x16",
+        "65536x7168x896x16",
+        "32768x2048x128x8",
+    )
     activation: Literal["situ", "swiglu"] = "situ"
     peers: tuple[str, ...] = ("torch",)  # and liger, for SwiGLU: it tunes itself for minutes
     repeats: int = 20  # replays behind each median
@@ -60,9 +64,9 @@ class AttnResBenchConfig:
     """A site of the mixture over depth on this GPU beside that of flash-linear-attention."""
 
     shapes: tuple[str, ...] = (  # TOKENSxHIDDENxSOURCES
-        "32768x1536x4",
-        "32768x2304x8",
+        "32768x2048x8",
         "32768x7168x8",
+        "32768x1536x4",
     )
     peers: tuple[str, ...] = ("fla",)
     repeats: int = 20  # replays behind each median
@@ -74,7 +78,11 @@ class AttnResBenchConfig:
 class LogprobBenchConfig:
     """Log-probs of a vocabulary's head on this GPU beside those of TRL and Liger."""
 
-    shapes: tuple[str, ...] = ("8192x32768x1536", "8192x163840x2304")  # TOKENSxVOCABULARYxHIDDEN
+    shapes: tuple[str, ...] = (  # TOKENSxVOCABULARYxHIDDEN
+        "131072x163840x2048",
+        "8192x163840x2304",
+        "8192x32768x1536",
+    )
     peers: tuple[str, ...] = ("trl", "liger")
     repeats: int = 20  # replays behind each median
     seed: int = 0

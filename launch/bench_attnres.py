@@ -31,6 +31,7 @@ from .measure import (
     origin,
     parse_shape,
     relative,
+    shares,
     sufficient_memory,
     take_turns,
     tell,
@@ -200,8 +201,7 @@ def _passes(side: Side, site: Site, pull: Tensor) -> Passes:
     return Passes(side.name, lambda: side.call(site), both)
 
 
-def shares_of(found: Measured, least: tuple[int, int], speed: float) -> tuple[float, float]:
-    """Of ``speed``, that of a copy in GB/s, forward and of both passes."""
-    assert found.both_ms is not None
+def shares_of(found: Measured, least: tuple[int, int], speed: float) -> tuple[float, float, float]:
+    """Of ``speed``, that of a copy in GB/s: as `farhorizon.launch.measure.shares`."""
     forward, both = (size / speed / 1e6 for size in least)
-    return forward / found.forward_ms, both / found.both_ms
+    return shares(found, forward, both)

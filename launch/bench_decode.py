@@ -59,10 +59,11 @@ def bench_decode(config: DecodeBenchConfig) -> int:
         sizes.max_position_embeddings = config.context + STEPS  # vLLM takes no longer ones
     told = origin("decode") | {"config": asdict(config)}
     with lines_to(config.output) as write:
-        policy = random_policy(sizes, config.seed, "cuda")
-        if not takes_steps(policy):
-            raise UserError(f"policy {config.policy}: its gate has no bound, which steps need")
+        policy = None
         try:
+            policy = random_policy(sizes, config.seed, "cuda")
+            if not takes_steps(policy):
+                raise UserError(f"policy {config.policy}: its gate has no bound, which steps need")
             run(policy, config, lambda figures: write(told | {**figures}))
         except torch.OutOfMemoryError as error:
             text = f"bench decode: {lack(error, policy)}; lower sequences or context"

@@ -28,6 +28,7 @@ from .measure import (
     origin,
     parse_shape,
     relative,
+    shares,
     sufficient_memory,
     take_turns,
     tell,
@@ -35,7 +36,7 @@ from .measure import (
 
 OURS = "farhorizon"
 FORM = "TOKENSxVOCABULARYxHIDDEN"
-ALLOWED = 6e-3  # relative, against fp64
+ALLOWED, ALLOWED_VALUES = 6e-3, 1e-5  # relative, against fp64: of gradients, and of log-probs
 CHECKED_TOKENS = 128
 CHUNK = 32768  # columns of the vocabulary that TRL takes at once, its own default
 
@@ -127,19 +128,24 @@ def pulls(found: Sequence[Tensor], tokens: int) -> list[Tensor]:
 
 
 def errors(side: Side, given: Head, count: int = CHECKED_TOKENS) -> dict[str, float]:
-    """Beside fp64 on the first tokens by themselves; of the whole matrix's gradient too."""
+    """Beside fp64 on tokens spread over all of them, whose log-probs alone have gradients; of the
+    whole matrix's gradient too."""
     hidden, lm_head, targets = given
-    rows, targets = hidden[:count].detach(), targets[:count]
+    rows = torch.linspace(0, len(hidden) - 1, min(count, len(hidden)), device=hidden.device).long()
     names = ("logprobs", "entropy", "dhidden", "dlm_head")
+    asked = torch.zeros(len(hidden), device=hidden.device)
+    asked[rows] = 1.0
 
-    def found(call: Callable[..., tuple[Tensor, ...]], wide: bool) -> dict[str, Tensor]:
-        leaves = [(x.double() if wide else x).detach().requires_grad_() for x in (rows, lm_head)]
-        values = call(*leaves, targets)
-        grads = torch.autograd.grad(values, leaves, pulls(values, len(rows)))
-        return dict(zip(names, [*(x.detach() for x in values), *grads], strict=True))
+    values = side.call(hidden, lm_head, targets)
+    weights = [pull * asked.to(pull) for pull in pulls(values, len(hidden))]
+    d_hidden, d_head = torch.autograd.grad(values, (hidden, lm_head), weights)
+    found = [*(x.detach()[rows] for x in values), d_hidden[rows], d_head]
 
-    truth = found(naive_token_logprobs, wide=True)
-    return {name: relative(x, truth[name]) for name, x in found(side.call, wide=False).items()}
+    leaves = [x.detach().double().requires_grad_() for x in (hidden[rows], lm_head)]
+    true_values = naive_token_logprobs(*leaves, targets[rows])
+    grads = torch.autograd.grad(true_values, leaves, [w.double()[rows] for w in weights])
+    truth = [*(x.detach() for x in true_values), *grads]
+    return {n: relative(x, y) for n, x, y in zip(names, found, truth, strict=True)}
 
 
 def bench_logprob(config: LogprobBenchConfig) -> int:
@@ -175,6 +181,8 @@ def run(
             given = draw(tokens, vocabulary, hidden, config.seed, meter.device)
             # a sum alone says nothing of single tokens
             off = {side.name: errors(side, given) if side.captured else {} for side in sides}
+            values = {name: off[OURS][name] for name in ("logprobs", "entropy")}
+            judge(shape, values, ALLOWED_VALUES)
             judge(shape, off[OURS], ALLOWED)
             meter.free()
             passes = [_passes(side, given) for side in sides]
@@ -195,8 +203,8 @@ def _passes(side: Side, given: Head) -> Passes:
     return Passes(side.name, lambda: side.call(*given), both, side.captured)
 
 
-def shares_of(found: Measured, flops: int, dense: float) -> tuple[float, float]:
-    """Of ``dense`` operations a second. Forward has one product, backward two and the first once
-    more."""
-    assert found.both_ms is not None
-    return flops / found.forward_ms * 1e3 / dense, 4 * flops / found.both_ms * 1e3 / dense
+def shares_of(found: Measured, flops: int, dense: float) -> tuple[float, float, float]:
+    """Of ``dense`` operations a second: as `farhorizon.launch.measure.shares`. Forward has one
+    product, backward two and the first once more."""
+    unit = flops / dense * 1e3
+    return shares(found, unit, 4 * unit)

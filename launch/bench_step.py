@@ -18,7 +18,7 @@ from ..configs.bounds import check_bounds
 from ..configs.errors import RunFailed, UserError
 from ..policy import PolicyConfig
 from ..policy.memory import lack
-from .measure import CudaMeter, lines_to, origin
+from .measure import CudaMeter, lines_to, origin, sufficient_memory
 from .step_measure import (
     ALLOWED_GRADIENT,
     Measured,
@@ -89,7 +89,8 @@ def run(
 
 def check_gradient(policy: PolicyConfig, config: StepBenchConfig) -> None:
     """RunFailed if the gradient that is going to be timed is not that in fp32."""
-    error = gradient_error(small_config(policy), config.seed, config.checkpointing, "cuda")
+    with sufficient_memory("step", "the check of the gradient"):
+        error = gradient_error(small_config(policy), config.seed, config.checkpointing, "cuda")
     print(f"gradient of a small policy in bf16, beside fp32: {error:.1%} off", flush=True)
     if not error < ALLOWED_GRADIENT:  # so that nan fails
         raise RunFailed(
@@ -101,10 +102,11 @@ def check_gradient(policy: PolicyConfig, config: StepBenchConfig) -> None:
 
 def ours(policy: PolicyConfig, config: StepBenchConfig) -> Measured:
     """Our step."""
-    built = build_policy(policy, config.seed, "cuda")
-    built.checkpointing = config.checkpointing
-    batch = draw_batch(policy.vocab_size, config.lengths, config.seed, "cuda")
+    built = batch = None
     try:
+        built = build_policy(policy, config.seed, "cuda")
+        built.checkpointing = config.checkpointing
+        batch = draw_batch(policy.vocab_size, config.lengths, config.seed, "cuda")
         return measure(OurSide.name, OurSide(built, batch), config.steps)
     except torch.OutOfMemoryError as error:
         ways = "" if config.checkpointing == "layers" else "checkpointing=layers keeps less; "
@@ -118,12 +120,13 @@ def ours(policy: PolicyConfig, config: StepBenchConfig) -> Measured:
 def theirs(policy: PolicyConfig, config: StepBenchConfig) -> Measured:
     """The step of transformers with bf16 parameters, which is what its grouped products take;
     with its own checkpointing where ours has it."""
-    model = kimi_linear(policy, torch.bfloat16, "cuda")
-    bound_decay(model)
-    if config.checkpointing == "layers":
-        model.gradient_checkpointing_enable()
-    batch = draw_batch(policy.vocab_size, config.lengths, config.seed, "cuda")
+    model = batch = None
     try:
+        model = kimi_linear(policy, torch.bfloat16, "cuda")
+        bound_decay(model)
+        if config.checkpointing == "layers":
+            model.gradient_checkpointing_enable()
+        batch = draw_batch(policy.vocab_size, config.lengths, config.seed, "cuda")
         return measure(KimiSide.name, KimiSide(model, batch), config.steps)
     except torch.OutOfMemoryError as error:
         text = f"bench step: of {KimiSide.name} {lack(error, model)}; lower lengths, or peers=[]"

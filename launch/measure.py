@@ -180,17 +180,29 @@ def judge(shape: str, found: Mapping[str, float], allowed: float) -> None:
             raise RunFailed(f"{shape}: {name} is off by {error:.1e}, allowed {allowed:.0e}")
 
 
-def tell(found: Measured, shares: tuple[float, float], of: str) -> dict[str, Any]:
-    """Print a side's figures with its ``shares`` ``of`` something, forward and with backward, and
-    return them."""
+def tell(found: Measured, shares: tuple[float, float, float], of: str) -> dict[str, Any]:
+    """Print a side's figures with its ``shares`` ``of`` something, forward, with backward and of
+    the difference, and return them."""
     assert found.both_ms is not None and found.errors is not None
+    forward, both, backward = shares
     print(
-        f"  {found.name:<22} forward {found.forward_ms:8.3f} ms {shares[0]:4.0%} of {of}   "
-        f"with backward {found.both_ms:8.3f} ms {shares[1]:4.0%}   {found.peak_gib:6.2f} GiB   "
+        f"  {found.name:<22} forward {found.forward_ms:8.3f} ms {forward:4.0%} of {of}   "
+        f"with backward {found.both_ms:8.3f} ms {both:4.0%} (backward alone {backward:.0%})   "
+        f"{found.peak_gib:6.2f} GiB   "
         f"errors up to {max(found.errors.values(), default=float('nan')):.1e}",
         flush=True,
     )
-    return {"forward_share": shares[0], "both_share": shares[1], **asdict(found)}
+    named = {"forward_share": forward, "both_share": both, "backward_share": backward}
+    return named | asdict(found)
+
+
+def shares(found: Measured, forward: float, both: float) -> tuple[float, float, float]:
+    """Of the least milliseconds of both passes: what forward is of its time, both are of theirs,
+    and the rest is of what they take longer; nan if that is nothing."""
+    assert found.both_ms is not None
+    more = found.both_ms - found.forward_ms
+    back = (both - forward) / more if more > 0 else math.nan
+    return forward / found.forward_ms, both / found.both_ms, back
 
 
 @contextmanager
@@ -198,9 +210,11 @@ def sufficient_memory(bench: str, shape: str) -> Iterator[None]:
     """RunFailed, with a way out, where there is too little memory."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError as error:
+        from ..policy.memory import lack  # which needs transformers, as no measurement does
+
         raise RunFailed(
-            f"bench {bench}: memory does not suffice for {shape}; lower its tokens, or peers=[]"
+            f"bench {bench}: {lack(error)} of {shape}; lower its tokens, or peers=[]"
         ) from None
 
 

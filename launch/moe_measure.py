@@ -170,4 +170,26 @@ def measure_router(meter: Meter, shape: RouterShape, repeats: int, seed: int) ->
         if not share > SAME_ROUTES:
             raise RunFailed(f"{text_of(shape)}: only {share:.2%} of routes are right")
         judge(text_of(shape), {"weights": off}, ALLOWED_WEIGHT)
+        judge_counts(text_of(shape), x[part], weight, bias, k)
         return [Measured(name, meter.milliseconds(call, repeats)) for name, call in forms.items()]
+
+
+def judge_counts(shape: str, x: Tensor, weight: Tensor, bias: Tensor, k: int) -> None:
+    """RunFailed if what balancing counts of these tokens is not what the definition counts in fp64,
+    but for the tokens whose routes rounding decides, or leads to other biases."""
+    found, truth = (
+        Counts(torch.zeros_like(bias, dtype=torch.int64), QuantileHistogram(bias, k))
+        for _ in range(2)
+    )
+    router(x, weight, bias, k, counts=found)
+    naive_router(x.double(), weight.double(), bias.double(), k, counts=truth)
+    own, true = found.histogram, truth.histogram
+    assert own is not None and true is not None
+    moved = float((found.load - truth.load).abs().sum()) / (2 * k * len(x))
+    far = float((own.solve() - true.solve()).abs().max() / own.width)
+    whole = int(own.counts.sum()) == len(x) * len(bias) or k == len(bias)
+    if int(own.tokens) != len(x) or not whole or not moved < 1 - SAME_ROUTES or not far < 1:
+        raise RunFailed(
+            f"{shape}: of {len(x)} tokens {int(own.tokens)} were counted, {moved:.2%} of routes "
+            f"for other experts, and biases are {far:.1f} bins off"
+        )

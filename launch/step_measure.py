@@ -121,14 +121,15 @@ class OurSide:
 
 
 def time_steps(step: Callable[[], torch.Tensor], repeats: int) -> tuple[float, int, float]:
-    """Median milliseconds, peak bytes and the last loss of ``repeats`` steps after warm-up."""
+    """Median milliseconds, peak bytes and the last loss of ``repeats`` steps after warm-up.
+    RunFailed where the loss is not finite, before a time is taken."""
+    loss = torch.zeros(())
     for _ in range(WARM_UP):
-        step()
-    torch.cuda.synchronize()
+        loss = step()
+    check_loss(float(loss))
     torch.cuda.reset_peak_memory_stats()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record()
-    loss = torch.zeros(())
     for mark in marks[1:]:
         loss = step()
         mark.record()
@@ -137,11 +138,16 @@ def time_steps(step: Callable[[], torch.Tensor], repeats: int) -> tuple[float, i
     return statistics.median(times), torch.cuda.max_memory_allocated(), float(loss)
 
 
-def measure(name: str, step: Callable[[], torch.Tensor], repeats: int) -> Measured:
-    """RunFailed where the loss is not finite."""
-    milliseconds, peak, loss = time_steps(step, repeats)
+def check_loss(loss: float) -> None:
+    """RunFailed where it is not finite."""
     if not -1e30 < loss < 1e30:
-        raise RunFailed(f"{name}: the loss is {loss}; nothing is told of its speed")
+        raise RunFailed(f"the loss of a step is {loss}; nothing is told of its speed")
+
+
+def measure(name: str, step: Callable[[], torch.Tensor], repeats: int) -> Measured:
+    """As `time_steps`, of the side of this name."""
+    milliseconds, peak, loss = time_steps(step, repeats)
+    check_loss(loss)
     return Measured(name, milliseconds, peak, loss)
 
 

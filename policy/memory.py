@@ -14,12 +14,13 @@ _PACKAGE = __name__.split(".")[0]
 _SIZE = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 
 
-def lack(error: torch.OutOfMemoryError, policy: nn.Module) -> str:
-    """How large the tensor was that did not fit, the module of ``policy`` and the line of ours that
-    wanted it, and what was in use."""
+def lack(error: torch.OutOfMemoryError, policy: nn.Module | None = None) -> str:
+    """How large the tensor was that did not fit, the module of ``policy``, where there is one, and
+    the line of ours that wanted it, and what was in use."""
     found = _SIZE.search(str(error))
     size = found[1] if found else "a tensor"
-    names = {id(module): name for name, module in policy.named_modules()}
+    modules = () if policy is None else policy.named_modules()
+    names = {id(module): name for name, module in modules}
     module, line = "", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).split(".")[0] != _PACKAGE:

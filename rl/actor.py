@@ -30,6 +30,7 @@ from .algorithms import Flat, LossFunction, Objective, make_algorithm
 from .critic import Critic
 from .engine import join, leave
 from .learner import Learner
+from .memory import enough_memory
 from .penalties import Pull
 from .publish import publish
 from .reference import Reference
@@ -77,15 +78,16 @@ class LearnerActor:
         self.policy_config: PolicyConfig = loaded.policy.config
         if critic and loaded.policy.v_head is None:
             loaded.policy.v_head = ValueHead(self.policy_config.hidden_size)
-        policy = loaded.policy.to(torch.device(device))  # type: ignore[arg-type] - Module.to
         kept = taught = None
-        if reference is not None:
-            kept = Reference(_copy(reference[0], vision, device), reference[1], temperature)
-        if teachers is not None:
-            folders = dict.fromkeys(teacher.policy for teacher in teachers[0])
-            copies = {folder: _copy(folder, vision, device) for folder in folders}
-            taught = Teachers(teachers[0], copies, teachers[1], temperature)
-        self.learner = Learner(policy, self.config, temperature, kept, taught)
+        with enough_memory(loaded.policy, (), self.config):
+            policy = loaded.policy.to(torch.device(device))  # type: ignore[arg-type] - Module.to
+            if reference is not None:
+                kept = Reference(_copy(reference[0], vision, device), reference[1], temperature)
+            if teachers is not None:
+                folders = dict.fromkeys(teacher.policy for teacher in teachers[0])
+                copies = {folder: _copy(folder, vision, device) for folder in folders}
+                taught = Teachers(teachers[0], copies, teachers[1], temperature)
+            self.learner = Learner(policy, self.config, temperature, kept, taught)
 
     def update(
         self, steps: Sequence[Share], loss: LossFunction, decoupled: bool, critic: Critic | None

@@ -31,17 +31,19 @@ def enough_memory(
         own = (len(part.w1) for part in policy.modules() if isinstance(part, Experts))
         experts = next(own, 0) * config.expert_parallel
         ways = "; ".join(ways_out(tokens, several, config, experts))
-        raise RunFailed(f"learner: {lack(error, policy)}; {ways}") from None
+        text = f"learner: {lack(error, policy)}"
+        raise RunFailed("; ".join(filter(None, (text, ways)))) from None
 
 
 def ways_out(tokens: int, several: bool, config: LearnerConfig, experts: int = 0) -> Iterator[str]:
     """What to set, the cheapest first, where the largest micro-batch has ``tokens`` of one or of
-    ``several`` sequences, and a layer of the policy as many ``experts`` or none."""
-    if config.checkpointing == "none":
+    ``several`` sequences, none where nothing has been computed yet, and a layer of the policy as
+    many ``experts`` or none."""
+    if config.checkpointing == "none" and tokens:
         yield "set learner.checkpointing=layers, which keeps little of each layer"
     if several:
         yield f"lower learner.micro_batch_tokens: {tokens:,} tokens were computed at once"
-    else:
+    elif tokens:
         yield f"lower context: one sequence has {tokens:,} tokens"
     muon, divided = config.optimizer == "muon", config.expert_parallel > 1
     highest = 3 if not divided else 0 if muon else 2  # what goes with divided experts

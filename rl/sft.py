@@ -26,6 +26,7 @@ from ..configs.errors import RunFailed
 from ..configs.schema import SftConfig
 from ..policy import Policy
 from ..policy.corpus import Demonstration
+from ..policy.memory import lack
 from .collective import all_reduce
 from .engine import join
 
@@ -122,8 +123,12 @@ def train_on_demonstrations(
     identity = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     identity |= {name: getattr(policy.config, name) for name in identity}
     with tempfile.TemporaryDirectory() as scratch:  # nothing is written, yet TRL wants a place
-        trainer = _trainer(policy, tokenizer, data, config, report, scratch)
-        trainer.train()
+        try:
+            trainer = _trainer(policy, tokenizer, data, config, report, scratch)
+            trainer.train()
+        except torch.OutOfMemoryError as error:
+            text = f"sft: {lack(error, policy)}; lower batch_tokens, or raise ranks"
+            raise RunFailed(text) from None
     # TRL replaces the forward and aligns the stop token with the tokenizer's document end.
     policy.__dict__.pop("forward", None)
     for name, value in identity.items():

@@ -35,9 +35,10 @@ def token_logprobs(
     ``hidden [T, D]``, ``lm_head [V, D]``, ``targets [T]`` -> two fp32 ``[T]`` (fp64 for fp64), in
     nats. Give the rows that count and no others. Logits are made ``block_elements`` at a time, in
     backward too, where up to seven tensors of that size exist: fewer take less memory, and more
-    passes over the gradients. By default a block is 128 MiB in fp32; in the kernels below it is
-    640 MiB, and exists once. ValueError names a shape that does not fit, a
-    temperature that is not positive, and on the CPU a target outside of the vocabulary.
+    passes over the gradients. By default a block is 128 MiB in fp32; the kernels below hold at most
+    768 MiB, or ``block_elements / V`` rows of 10,240 logits, once. ValueError names a shape that
+    does not fit, a temperature that is not positive, and on the CPU a target outside of the
+    vocabulary.
 
     On a GPU products of 16 bits, hidden's own or autocast's, run through Triton kernels: logits are
     summed and stay in fp32, so does the gradient of an fp32 ``lm_head``, and only one derivative
@@ -57,7 +58,8 @@ def token_logprobs(
     if hidden.is_cuda and dtype in (torch.bfloat16, torch.float16):
         from .fused import token_logprobs_fused
 
-        return token_logprobs_fused(hidden, lm_head, targets, temperature, dtype, block_elements)
+        most = None if block_elements is None else max(1, block_elements // len(lm_head))
+        return token_logprobs_fused(hidden, lm_head, targets, temperature, dtype, most)
     if targets.device.type == "cpu" and len(targets):
         low, high = (int(x) for x in targets.aminmax())
         if low < 0 or high >= len(lm_head):

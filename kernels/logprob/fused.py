@@ -20,7 +20,8 @@ from .triton_rows import gradient_kernel, statistics_kernel
 # The sums of d_hidden are read and written once per column tile, those of d_lm_head once per row
 # tile: as square a tile as fits moves least. 16,384 x 10,240 are 640 MiB of logits, and 56 GB of
 # sums for 131,072 rows and 163,840 columns of width 2,048, about 3 % of the time of the products.
-ELEMENTS = 16_384 * 10_240
+# Sums of d_hidden for the rows are 128 MiB of it more; of a wider policy there are fewer rows.
+ELEMENTS = 16_384 * (10_240 + 2_048)
 COLUMNS = 10_240
 UNIT = 256  # columns of cuBLAS's own tiles
 BLOCK, WARPS, STAGES = 2048, 8, 3  # of the kernel of statistics
@@ -38,9 +39,9 @@ class TokenLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: float,
         dtype: torch.dtype,
-        elements: int,
+        most: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        row_tiles, column_tiles, buffer = tiles(hidden, lm_head, elements)
+        row_tiles, column_tiles, buffer = tiles(hidden, lm_head, most)
         peak, total, weighted, logprobs, entropy = (
             hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(5)
         )
@@ -62,7 +63,7 @@ class TokenLogprobs(torch.autograd.Function):
                     )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, lm_head, targets, peak, total, entropy)
-        ctx.options = temperature, dtype, elements
+        ctx.options = temperature, dtype, most
         return logprobs, entropy
 
     @staticmethod
@@ -71,8 +72,8 @@ class TokenLogprobs(torch.autograd.Function):
         ctx: Any, d_logprobs: torch.Tensor | None, d_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, lm_head, targets, peak, log_total, entropy = ctx.saved_tensors
-        temperature, dtype, elements = ctx.options
-        row_tiles, column_tiles, buffer = tiles(hidden, lm_head, elements)
+        temperature, dtype, most = ctx.options
+        row_tiles, column_tiles, buffer = tiles(hidden, lm_head, most)
         d_hidden = d_head = sums = None
         if ctx.needs_input_grad[0]:
             d_hidden = torch.empty_like(hidden)
@@ -111,15 +112,15 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def tiles(
-    hidden: torch.Tensor, lm_head: torch.Tensor, elements: int
+    hidden: torch.Tensor, lm_head: torch.Tensor, most: int | None
 ) -> tuple[list[slice], list[slice], torch.Tensor]:
-    """Rows and columns of the tiles, and an fp32 buffer for one of at most ``elements`` logits.
+    """Rows, ``most`` at once, and columns of the tiles, and an fp32 buffer for one.
 
     Columns do not depend on the rows: what a row gives is the same in any company.
     """
-    columns = even(len(lm_head), min(COLUMNS, elements), UNIT)
+    columns = even(len(lm_head), COLUMNS, UNIT)
     width = columns[0].stop
-    rows = even(len(hidden), max(1, elements // width), 1)
+    rows = even(len(hidden), most or max(1, ELEMENTS // (width + hidden.shape[1])), 1)
     height = rows[0].stop if rows else 0
     buffer = hidden.new_empty(height, -(-width // UNIT) * UNIT, dtype=torch.float32)
     return rows, columns, buffer
@@ -146,9 +147,8 @@ def token_logprobs_fused(
     targets: torch.Tensor,
     temperature: float,
     dtype: torch.dtype,
-    elements: int | None,
+    most: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`farhorizon.kernels.logprob.token_logprobs` on the GPU, with products of ``dtype``."""
-    return TokenLogprobs.apply(
-        hidden, lm_head, targets.contiguous(), temperature, dtype, elements or ELEMENTS
-    )
+    """`farhorizon.kernels.logprob.token_logprobs` on the GPU, with products of ``dtype``, ``most``
+    rows at once."""
+    return TokenLogprobs.apply(hidden, lm_head, targets.contiguous(), temperature, dtype, most)

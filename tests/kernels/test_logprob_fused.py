@@ -44,10 +44,10 @@ def apply(
     temperature: float,
     *,
     dtype: torch.dtype = FP32,
-    elements: int | None = None,
+    most: int | None = None,
 ) -> Pair:
     hidden, head = inputs
-    return fused.token_logprobs_fused(hidden, head, targets, temperature, dtype, elements)
+    return fused.token_logprobs_fused(hidden, head, targets, temperature, dtype, most)
 
 
 def definition(
@@ -65,10 +65,10 @@ def kernels(
     pulls: list[torch.Tensor],
     *,
     dtype: torch.dtype = FP32,
-    elements: int = 10**6,
+    most: int | None = None,
 ) -> list[torch.Tensor]:
     leaves = [x.to(DEVICE).detach().requires_grad_() for x in inputs]
-    outs = apply(leaves, targets.to(DEVICE), temperature, dtype=dtype, elements=elements)
+    outs = apply(leaves, targets.to(DEVICE), temperature, dtype=dtype, most=most)
     grads = torch.autograd.grad(outs, leaves, [p.to(DEVICE, FP32) for p in pulls])
     return [x.detach().cpu() for x in (*outs, *grads)]
 
@@ -82,16 +82,16 @@ def close(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: fl
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 3.0])
 @pytest.mark.parametrize(
-    ("rows", "columns", "elements"),
-    [(1, 1, 10**6), (7, 3, 10**6), (5, 32, 64), (9, 70, 100), (6, 129, 10**6), (4, 41, 7)],
+    ("rows", "columns", "most"),
+    [(1, 1, None), (7, 3, None), (5, 32, 2), (9, 70, 4), (6, 129, None), (4, 41, 1)],
 )
 def test_results_and_gradients_are_those_of_the_definition(
-    rows: int, columns: int, elements: int, temperature: float
+    rows: int, columns: int, most: int | None, temperature: float
 ) -> None:
     inputs, pulls = [x.float() for x in draw(rows, columns)], factors(rows)
     targets = torch.randint(0, columns, (rows,))
     expected = definition(inputs, targets, temperature, pulls)
-    found = kernels(inputs, targets, temperature, pulls, elements=elements)
+    found = kernels(inputs, targets, temperature, pulls, most=most)
     if columns == 1:  # certain: all of it is exactly 0
         assert not any(bool(x.any()) for x in (*found, *expected))
     close(found, expected, 3e-6)
@@ -139,7 +139,7 @@ def test_narrow_inputs_and_a_wide_head(dtype: torch.dtype) -> None:
     inputs, pulls = draw(9, 70), factors(9)
     inputs = [inputs[0].to(dtype), inputs[1].to(dtype).float()]
     targets = torch.randint(0, 70, (9,))
-    found = kernels(inputs, targets, 0.8, pulls, dtype=dtype, elements=200)
+    found = kernels(inputs, targets, 0.8, pulls, dtype=dtype, most=6)
     expected = definition(inputs, targets, 0.8, pulls)
     assert [x.dtype for x in found] == [FP32, FP32, dtype, FP32]
     close(found[:2], expected[:2], 3e-6)
@@ -155,7 +155,7 @@ def test_only_what_is_asked_for_is_computed() -> None:
         expected = definition(inputs, targets, 1.0, asked)
         for wanted in (0, 1):
             leaves = [x.to(DEVICE).requires_grad_(i == wanted) for i, x in enumerate(inputs)]
-            outs = apply(leaves, targets.to(DEVICE), 1.0, elements=300)
+            outs = apply(leaves, targets.to(DEVICE), 1.0, most=9)
             (grad,) = torch.autograd.grad(outs[used], leaves[wanted], pulls[used].to(DEVICE, FP32))
             error = float((grad.double().cpu() - expected[2 + wanted]).norm())
             assert error < 3e-6 * float(expected[2 + wanted].norm())
@@ -165,11 +165,11 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
     # the products of eighths are exact, in whatever order a CPU sums them
     inputs, pulls = [(8 * x).round().float() / 8 for x in draw(30, 70)], factors(30)
     targets = torch.randint(0, 70, (30,))
-    whole = kernels(inputs, targets, 1.0, pulls, elements=300)
+    whole = kernels(inputs, targets, 1.0, pulls, most=9)
     for begin in (0, 7, 29):
         mine = slice(begin, begin + 1)
         part = [inputs[0][mine], inputs[1]]
-        found = kernels(part, targets[mine], 1.0, [p[mine] for p in pulls], elements=300)
+        found = kernels(part, targets[mine], 1.0, [p[mine] for p in pulls], most=9)
         assert all(torch.equal(a[mine], b) for a, b in zip(whole[:2], found[:2], strict=True))
 
 
@@ -194,7 +194,7 @@ def test_strided_inputs_and_expanded_gradients() -> None:
     results = []
     for given in (inputs, apart, turned):
         leaves = [x.detach().requires_grad_() for x in given]
-        outs = apply(leaves, chosen, 1.0, elements=100)
+        outs = apply(leaves, chosen, 1.0, most=3)
         results.append([*outs, *torch.autograd.grad(outs[0].sum() + outs[1].sum(), leaves)])
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
@@ -212,12 +212,19 @@ def test_no_rows() -> None:
 
 
 def test_tiles_hold_what_they_may() -> None:
-    for rows, columns, elements in ((40, 70, 200), (1, 1, 1), (9, 33, 10**6), (5, 11, 3)):
+    for rows, columns, most in ((40, 70, 6), (1, 1, 1), (9, 33, None), (5, 11, 1)):
         hidden, head = (x.float() for x in draw(rows, columns))
-        down, across, buffer = fused.tiles(hidden, head, elements)
+        down, across, buffer = fused.tiles(hidden, head, most)
         for ranges, total in ((down, rows), (across, columns)):
             covered = [i for part in ranges for i in range(total)[part]]
             assert covered == list(range(total))
         height, width = down[0].stop, across[0].stop
-        assert height * width <= max(elements, width) and width <= fused.COLUMNS
+        assert height <= (most or rows) and width <= fused.COLUMNS
         assert buffer.shape[0] == height and width <= buffer.shape[1] < width + fused.UNIT
+
+
+def test_a_wide_policy_has_fewer_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "ELEMENTS", 8 * (32 + 8))
+    heads = torch.empty(64, 8), torch.empty(64, 48)
+    heights = [fused.tiles(head.new_empty(40, head.shape[1]), head, None)[0] for head in heads]
+    assert [height[0].stop for height in heights] == [8, 4]

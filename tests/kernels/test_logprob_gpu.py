@@ -121,6 +121,26 @@ def test_logits_are_never_all_there() -> None:
     assert all(relative(a[last], b) < 3e-6 for a, b in zip(outs, expected, strict=True))
 
 
+def peak_of(tokens: int, block_elements: int) -> int:
+    """Bytes on top of inputs, outputs and gradients at a vocabulary of 163,840 and 64 columns."""
+    inputs, targets = draw(tokens, 163_840, 64)
+    leaves = [x.requires_grad_() for x in inputs]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    outs = token_logprobs(leaves[0], leaves[1], targets, block_elements=block_elements)
+    grads = torch.autograd.grad(outs, leaves, [torch.ones_like(x) for x in outs])
+    named = sum(x.numel() * x.element_size() for x in (*outs, *outs, *grads))
+    named += 4 * inputs[1].numel()  # the sums of the head's gradient
+    return torch.cuda.max_memory_allocated() - before - named
+
+
+def test_twice_the_tokens_take_no_more() -> None:
+    """C26: blocks of 512 rows take less than 1.25 GiB, and 5 % more at most for twice the rows."""
+    most = [peak_of(tokens, 512 * 163_840) for tokens in (4096, 8192)]
+    assert most[0] < 1.25 * 2**30 and most[1] < 1.05 * most[0]
+
+
 def test_nothing_waits_for_the_device() -> None:
     inputs, targets = draw(300, 1000, 64)
     pulls = [torch.randn(300, device="cuda") for _ in range(2)]

@@ -57,6 +57,19 @@ def test_the_module_the_line_and_the_size_are_named(monkeypatch: pytest.MonkeyPa
     assert "\n" not in text
 
 
+def test_before_anything_is_computed_no_tokens_are_named() -> None:
+    policy = Policy(PolicyConfig.tiny())
+    with (
+        pytest.raises(RunFailed) as caught,
+        enough_memory(policy, (), LearnerConfig(ranks=2)),
+    ):
+        full(None)
+    text = str(caught.value)
+    assert text.startswith("learner: the GPU's memory does not suffice for 1.50 GiB (")
+    assert "tokens" not in text and "checkpointing" not in text
+    assert "; raise learner.zero_stage above 0" in text
+
+
 def test_what_is_set_already_is_no_way_out() -> None:
     config = LearnerConfig(checkpointing="layers", optimizer="muon", ranks=2, zero_stage=1)
     assert list(ways_out(70, False, config)) == [
