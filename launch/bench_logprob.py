@@ -121,7 +121,8 @@ def draw(tokens: int, vocabulary: int, hidden: int, seed: int, device: str) -> H
 
 def pulls(found: Sequence[Tensor], tokens: int) -> list[Tensor]:
     """Gradients of the results; where there is a sum alone, of that."""
-    weights = [torch.linspace(0.5, 1.5, tokens), torch.linspace(-0.1, 0.1, tokens)]
+    ends = ((0.5, 1.5), (-0.1, 0.1))
+    weights = [torch.linspace(*e, tokens, device=found[0].device) for e in ends]
     if len(found[0]) != tokens:
         return [torch.ones_like(found[0])]
     return [w.to(one) for w, one in zip(weights, found, strict=False)]

@@ -30,7 +30,7 @@ from .step_measure import (
     small_config,
     utilisation,
 )
-from .step_peers import KimiSide, bound_decay, check_peers, kimi_linear, missing, shared_config
+from .step_peers import KimiSide, bounded_decay, check_peers, kimi_linear, missing, shared_config
 
 GIB = 2**30
 
@@ -123,11 +123,11 @@ def theirs(policy: PolicyConfig, config: StepBenchConfig) -> Measured:
     model = batch = None
     try:
         model = kimi_linear(policy, torch.bfloat16, "cuda")
-        bound_decay(model)
         if config.checkpointing == "layers":
             model.gradient_checkpointing_enable()
         batch = draw_batch(policy.vocab_size, config.lengths, config.seed, "cuda")
-        return measure(KimiSide.name, KimiSide(model, batch), config.steps)
+        with bounded_decay(model):
+            return measure(KimiSide.name, KimiSide(model, batch), config.steps)
     except torch.OutOfMemoryError as error:
         text = f"bench step: of {KimiSide.name} {lack(error, model)}; lower lengths, or peers=[]"
         raise RunFailed(text) from None

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -109,9 +111,10 @@ def kimi_linear(config: PolicyConfig, dtype: torch.dtype, device: str) -> Any:
     return model.to(dtype).train()
 
 
-def bound_decay(model: Any) -> None:
-    """Their layers hand the kernel of flash-linear-attention what the decay is made of, and its
-    bound, as `farhorizon.kernels.kda.chunk_kda` has it."""
+@contextmanager
+def bounded_decay(model: Any) -> Iterator[None]:
+    """Meanwhile their layers hand the kernel of flash-linear-attention what the decay is made of,
+    and its bound, as `farhorizon.kernels.kda.chunk_kda` has it."""
     from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
 
     def bare(gate: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -139,11 +142,18 @@ def bound_decay(model: Any) -> None:
             lower_bound=LOWER_BOUND,
         )
 
-    for module in model.modules():
-        if type(module).__name__ == "KimiLinearForgetGate":
-            module.forward = partial(bare, module)
     modeling: Any = sys.modules[type(model).__module__]
-    modeling.chunk_kimi_delta_attention = call
+    gates = [m for m in model.modules() if type(m).__name__ == "KimiLinearForgetGate"]
+    own = modeling.chunk_kimi_delta_attention
+    try:
+        for gate in gates:
+            gate.forward = partial(bare, gate)
+        modeling.chunk_kimi_delta_attention = call
+        yield
+    finally:
+        modeling.chunk_kimi_delta_attention = own
+        for gate in gates:
+            del gate.forward
 
 
 class KimiSide:

@@ -36,14 +36,16 @@ class Tiles:
     bounds: Tensor
 
 
-_captured: list[Tiles] = []  # a CUDA graph reads its tables as long as it lives
+# A CUDA graph reads its tables as long as it lives, so these stay, once for equal sizes.
+_captured: dict[tuple[tuple[int, ...], int, torch.device], Tiles] = {}
 
 
 def tiles_of(bounds: tuple[int, ...], size: int, device: torch.device) -> Tiles:
     """Tiles of ``size`` tokens; none crosses the edge of a sequence."""
-    found = _tiles(bounds, size, device)
+    key = (bounds, size, device)
+    found = _captured.get(key) or _tiles(*key)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured.append(found)
+        _captured[key] = found
     return found
 
 

@@ -4,13 +4,14 @@ with blocks so small that a few rows fill several."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from farhorizon.kernels import blocks
-from farhorizon.kernels.attnres import mix, naive_mix
+from farhorizon.kernels.attnres import mix, mix_norm, naive_mix
 from farhorizon.kernels.conv import naive_short_conv, rows, short_conv
 from farhorizon.kernels.moe import naive_situ_glu, situ_glu
 from farhorizon.kernels.norm import gated_norm, naive_gated_norm, naive_rms_norm, rms_norm
@@ -150,3 +151,20 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             call()
+
+
+def test_gradients_are_those_of_differences() -> None:
+    """Of each in blocks, against the values themselves and no twin."""
+    forms: list[tuple[Callable[..., Any], list[Tensor]]] = [
+        (lambda q, n, *s: mix(s, q, n), leaves((5,), (5,), (7, 5), (7, 5), (7, 5))),
+        (
+            lambda q, n, w, u, *s: mix_norm(s[:-1], s[-1], u, q, n, w)[1:],
+            leaves((5,), (5,), (5,), (7, 5), (7, 5), (7, 5), (7, 5)),
+        ),
+        (lambda a, b: situ_glu(a, b), leaves((7, 5), (7, 5))),
+        (lambda x, gate, w: gated_norm(x, gate, w, EPS), leaves((7, 5), (7, 5), (5,))),
+        (lambda x, w: rms_norm(x, w, EPS), leaves((7, 5), (5,))),
+        (lambda x, k, t: short_conv(x, k, (0, 0, 2, 7), t), leaves((7, 3), (3, 4), (3, 3, 3))),
+    ]
+    for call, inputs in forms:
+        assert torch.autograd.gradcheck(call, inputs)

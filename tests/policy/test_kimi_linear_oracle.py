@@ -27,7 +27,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -36,6 +38,8 @@ from torch import Tensor, nn
 from transformers import KimiLinearConfig, KimiLinearForCausalLM
 from transformers.models.kimi_linear import modeling_kimi_linear as modeling
 
+from farhorizon.kernels.kda import naive_kda
+from farhorizon.launch.step_peers import bounded_decay
 from farhorizon.policy import DecodeState, Policy, PolicyConfig
 
 LENGTHS = (
@@ -373,3 +377,29 @@ def test_what_theirs_does_not_read(changes: dict[str, Any], left_out: str, tmp_p
     assert left_out in report["unexpected_keys"] and not report["missing_keys"]
     ids, edges = packed((40,))
     assert largest(policy(ids, edges).logits, alone(theirs.eval(), ids, edges)) > 0.1
+
+
+def test_with_our_bound_it_is_our_bounded_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``farhorizon bench step`` times beside ours, with a definition for its kernel; then it
+    has its own decay again."""
+    kernel = ModuleType("fla.ops.kda")
+    kernel.chunk_kda = definition  # type: ignore[attr-defined]
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "fla.ops.kda", kernel)
+    linear = FIELDS["linear_attn_config"] | {"gate_lower_bound": -5.0, "use_full_rank_gate": False}
+    policy = draw_policy(linear_attn_config=linear)
+    theirs = their_model(policy)
+    ids = torch.randint(96, (1, 70), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        unbounded, wanted = theirs(ids).logits, policy(ids).logits
+        with bounded_decay(theirs):
+            found = theirs(ids).logits
+        assert torch.equal(theirs(ids).logits, unbounded)
+    assert float((found - wanted).abs().max()) < 1e-4 < float((unbounded - wanted).abs().max())
+
+
+def definition(*given: Tensor, safe_gate: bool, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """Of their arguments ours has all but the one that chooses a kernel."""
+    assert safe_gate
+    return naive_kda(*given, **options)
