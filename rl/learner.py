@@ -129,6 +129,7 @@ class Learner:
         told = applied or metrics
         names = dict.fromkeys(name for values in told for name in values)
         result = {k: diagnostics.combined(k, [m[k] for m in told if k in m]) for k in names}
+        result["optimizer_steps"] = len(metrics)
         result["skipped_steps"] = len(metrics) - len(applied)
         if "log_ratio_abs" in metrics[0]:
             result["log_ratio_first"] = metrics[0]["log_ratio_abs"]
