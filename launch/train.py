@@ -204,7 +204,7 @@ def _rollout(job: Job, in_flight: deque[list]) -> Played:
         groups += more
         parts.append(stats)
         kept = fresh(groups, pool.version.number, config.max_staleness)
-        if len(parts) > config.algorithm.extra_rounds or (
+        if len(parts) > job.learner.algorithm.extra_rounds or (
             job.learner.teaching(kept) >= config.groups_per_step
         ):
             break
