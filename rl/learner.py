@@ -72,6 +72,7 @@ class Learner:
         temperature: float,
         reference: Reference | None = None,
         teachers: Teachers | None = None,
+        replay: Replay | None = None,
     ) -> None:
         self.reference, self.teachers = reference, teachers
         self.engine = Engine(policy, config)
@@ -88,7 +89,7 @@ class Learner:
                 f"learner.qk_clip={config.qk_clip:g} would have no effect: the policy has no "
                 "latent attention; leave it out"
             )
-        self.replay = Replay(policy, config)
+        self.replay = Replay(policy, config) if replay is None else replay
         self.policy.checkpointing = config.checkpointing
 
     def update(
@@ -215,7 +216,7 @@ class Learner:
         for number, (batch, known) in enumerate(zip(share.micro_batches, before, strict=True)):
             last = number == len(share.micro_batches) - 1
             routes = self.replay.routes(batch, None if known is None else known.routes)
-            if replaying:
+            if replaying and self.replay.counts(number):
                 self.replay.count_free(batch, routes, lambda b=batch: self._forward(b, last=False))
             with self.replay.taking(routes):  # in backward too, which may compute forwards again
                 with ExitStack() as counting:
