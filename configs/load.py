@@ -32,9 +32,14 @@ _CONTENT_TOKENS = (
 )
 _PATHS = ("output", "policy", "reference")  # where ~ is the home folder, which few shells put there
 _CUTS = (  # what engines call the filters and penalties that change the distribution they sample
-    *("top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "logit_bias", "bad_words"),
+    *("top_p", "top_k", "top_a", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "tfs"),
+    *("top_n_sigma", "xtc_probability", "xtc_threshold", "mirostat", "penalty_alpha"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
+    *("length_penalty", "logit_bias", "logits_processors", "bad_words", "bad_words_ids"),
+    *("allowed_token_ids", "suppress_tokens", "begin_suppress_tokens", "ignore_eos"),
+    *("min_tokens", "min_new_tokens", "min_length", "num_beams", "use_beam_search", "best_of"),
 )
+_STOPS = ("stop", "stop_sequences", "stop_strings", "stop_words", "stop_token_ids", "eos_token_id")
 
 _PLURAL = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts"}
 
@@ -286,6 +291,11 @@ def _unknown(name: str, key: str, known: list[str], where: str) -> str:
         return (
             f"unknown key {key} {where}: rollout samples from the whole distribution, which is the "
             f"one that the learner scores; leave it out, or set {prefix}temperature"
+        )
+    if name in _STOPS and "max_turn_tokens" in known:
+        return (
+            f"unknown key {key} {where}: a turn ends where the policy ends its message, which the "
+            f"learner scores like any token; leave it out, or set {prefix}max_turn_tokens"
         )
     hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
     return f"unknown key {key} {where}; {hint}"

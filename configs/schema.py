@@ -84,7 +84,7 @@ class AlgorithmConfig:
     distill: float = 0.0  # coefficient of the teachers' advantages, per token; 0 loads none
     distill_bound: float | None = None  # nats that such an advantage has at most, 5 by itself
     reward_weight: float = 1.0  # of the advantages of rewards; 0 learns from teachers alone
-    extra_rounds: int = 0  # of rollout per step, while fewer than groups_per_step groups teach
+    extra_rounds: int | None = None  # of rollout a step, while too few groups have an advantage
     kl: float = 0.0  # coefficient of the KL to the reference policy; 0 loads none
     kl_in: Literal["loss", "reward"] | None = None  # the loss by itself
     kl_estimator: Literal["k1", "k2", "k3"] | None = None  # k3 in the loss, k1 in rewards

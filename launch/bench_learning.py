@@ -35,6 +35,8 @@ LEARNING = (
     *("learner.minibatches=4", "groups_per_step=8", "save_every=1000"),
     *("learner.ranks=1", "rollout.actors=1"),  # one after the other: a run takes one core
 )
+# Those without a ratio in their loss are off-policy from the second optimizer step on.
+CORRECTED = ("algorithm.correction=token_truncate",)
 # A learner and a sampler of a core each. PPO, since it learns from all groups: with others updates
 # get shorter while groups lose their variance, and the bound with them.
 OVERLAP = (
@@ -58,7 +60,7 @@ def bench_learning(config: LearningBenchConfig) -> int:
     if unknown:
         raise UserError(f"names: no algorithm {unknown[0]}; known: {', '.join(ALGORITHMS)}")
     variants = [
-        Variant(name, (f"algorithm.name={name}", *LEARNING, f"steps={config.steps}"))
+        Variant(name, (*settings_of(name), f"steps={config.steps}"))
         for name in config.names or tuple(ALGORITHMS)
     ]
     folder = Path(config.output).absolute()
@@ -69,6 +71,12 @@ def bench_learning(config: LearningBenchConfig) -> int:
     draw_learning(folder / "learning.png", results)
     print(f"written {folder / POINTS}, {folder / 'learning.png'}")
     return 0
+
+
+def settings_of(name: str) -> tuple[str, ...]:
+    """What ``bench learning`` trains an algorithm with, beside the quickstart's settings."""
+    more = () if ALGORITHMS[name].ratio else CORRECTED
+    return (f"algorithm.name={name}", *LEARNING, *more)
 
 
 def bench_overlap(config: OverlapBenchConfig) -> int:

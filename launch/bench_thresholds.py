@@ -52,7 +52,7 @@ class NaiveReplay(Replay):
         taken and the best of the others."""
         if routes is None or batch.padding:
             return
-        with torch.no_grad(), self.taking(routes), _counted(self._policy.routers()):
+        with torch.no_grad(), self.taking(routes), _counted(self.policy.routers()):
             forward()
 
 
@@ -71,8 +71,7 @@ def _count(router: nn.Module, given: tuple[Tensor], routed: tuple[Tensor, Tensor
     x, experts = given[0], routed[0]
     scores = torch.sigmoid(x.float() @ router.weight.float().T)
     others = (scores + router.e_score_correction_bias).scatter(1, experts, -torch.inf)
-    histogram = router._histogram()
-    histogram.add(scores, cutoff=others.amax(1))
+    router.begin_counts().add(scores, cutoff=others.amax(1))
     router.load += torch.bincount(experts.flatten(), minlength=len(router.load))
 
 
@@ -82,6 +81,11 @@ def bench_thresholds(config: ThresholdBenchConfig) -> int:
     unknown = [name for name in config.names if name not in KINDS]
     if unknown:
         raise UserError(f"names: no such thresholds {unknown[0]}; known: {', '.join(KINDS)}")
+    if config.minibatches > config.groups:
+        raise UserError(
+            f"minibatches={config.minibatches} would have no effect above groups={config.groups}: "
+            "groups are never divided; lower it"
+        )
     folder = Path(config.output).absolute()
     check_writable(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,19 +112,15 @@ def _train(name: str, file: Path, config: ThresholdBenchConfig) -> None:
     run = load_config(TrainConfig, "quickstart", [f"policy={config.start}", *config.train])
     torch.manual_seed(config.seed)
     start = load_checkpoint(config.start)
-    learner = Learner(
-        start.policy,
-        LearnerConfig(
-            lr=config.lr,
-            minibatches=config.minibatches,
-            micro_batch_tokens=run.learner.micro_batch_tokens,
-            replay="rollout",
-            thresholds="freeze" if name == "freeze" else "track",
-        ),
-        run.rollout.temperature,
+    settings = LearnerConfig(
+        lr=config.lr,
+        minibatches=config.minibatches,
+        micro_batch_tokens=run.learner.micro_batch_tokens,
+        replay="rollout",
+        thresholds="freeze" if name == "freeze" else "track",
     )
-    if name == "naive":
-        learner.replay = NaiveReplay(start.policy, learner.config)
+    replay = (NaiveReplay if name == "naive" else Replay)(start.policy, settings)
+    learner = Learner(start.policy, settings, run.rollout.temperature, replay=replay)
     sampler = load_checkpoint(config.start).policy
     generator = NativeGenerator(sampler, config.seed, record_routes=True)
     chat = ChatFormat(start.tokenizer)

@@ -1,4 +1,4 @@
-"""Why held-out success did not rise: the likely cause, from the rows of ``metrics.jsonl`` alone."""
+"""Why success did not rise: the likely cause, from the rows of ``metrics.jsonl`` alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,22 @@ APART = 0.05  # nats between rollout and learner on tokens of the same weights
 COLLAPSED = 0.1  # entropy at the end, as a share of that at the start
 ROSE = 0.1  # success
 FEW = 20  # updates
+LOST = 0.5  # share of tokens with routes; the last of each sequence has none
+UNEVEN = 1.5  # load of the busiest expert at the end, times that at the start
+NEAR, FAR = 1e-5, 1.0  # nats per token from the reference
+
+
+def flat_line(rows: Rows, before: float | None, after: float | None) -> str | None:
+    """The cause, where held-out success ``after`` the run is not above that ``before``; without
+    both, where success of training did not rise over it. None where it rose."""
+    steps = [row for row in rows if "train/update_skipped" in row]
+    if before is None or after is None:
+        if len(steps) < 2:
+            return None
+        before, after = _ends(steps, "train/success")
+    if before is not None and after is not None and after > before:
+        return None
+    return why_flat(rows)
 
 
 def why_flat(rows: Rows) -> str:
@@ -42,14 +58,30 @@ def _cut(steps: Rows) -> str | None:
 
 
 def _not_finite(steps: Rows) -> str | None:
-    bad = sum(skipped > 0 for skipped in _values(steps, "learn/skipped_steps"))
-    if 2 * bad <= len(steps):
+    bad, tried = _sum(steps, "learn/skipped_steps"), _sum(steps, "learn/optimizer_steps")
+    if 2 * bad <= tried:
         return None
-    return f"the gradient was not finite in {bad} of {len(steps)} steps: lower learner.lr"
+    return (
+        f"the gradient was not finite in {bad:.0f} of {tried:.0f} optimizer steps: lower learner.lr"
+    )
 
 
-def _equal_rewards(steps: Rows) -> str | None:
-    flat, groups = _sum(steps, "train/groups_without_variance"), _sum(steps, "learn/groups")
+def _left_out(steps: Rows) -> str | None:
+    both = ("learn/groups_left_out", "train/groups_without_variance")
+    flat = sum(min(row[name] for name in both) for row in steps if all(n in row for n in both))
+    return _equal_rewards(steps, flat)
+
+
+def _without_variance(steps: Rows) -> str | None:
+    """Groups that were learned from all the same, for what else acts on their tokens; a critic
+    learns from any reward."""
+    if _values(steps, "learn/value_error"):
+        return None
+    return _equal_rewards(steps, _sum(steps, "train/groups_without_variance"))
+
+
+def _equal_rewards(steps: Rows, flat: float) -> str | None:
+    groups = _sum(steps, "learn/groups")
     alone = _sum(steps, "learn/trajectories") <= groups  # there are no siblings to differ
     taught = (_mean(steps, "learn/teacher_tokens") or 0.0) > 0
     if 2 * flat <= groups or alone or taught:
@@ -78,6 +110,16 @@ def _apart(steps: Rows) -> str | None:
     return (
         f"rollout and learner differ by {apart:.2g} nats per token on the same weights: their "
         "arithmetic differs; set algorithm.correction, and look at learn/kl_from_* for where"
+    )
+
+
+def _lost_routes(steps: Rows) -> str | None:
+    known = _mean(steps, "learn/routes_known")
+    if known is None or known >= LOST:
+        return None
+    return (
+        f"only {known:.0%} of the tokens had routes of the rollout, the others chose their experts "
+        "anew: set learner.replay=learner, or algorithm.correction"
     )
 
 
@@ -122,10 +164,41 @@ def _collapsed(steps: Rows) -> str | None:
     )
 
 
+def _uneven(steps: Rows) -> str | None:
+    first, last = _ends(steps, "learn/expert_load_max")
+    if first is None or last is None or last <= UNEVEN * first:
+        return None
+    return (
+        f"the busiest expert went from {first:.2g} to {last:.2g} times the mean load: set "
+        "learner.thresholds=track, or ema where a step has few sequences"
+    )
+
+
+def _reference(steps: Rows) -> str | None:
+    _, last = _ends(steps, "learn/reference_kl")
+    if last is None or NEAR < abs(last) < FAR:
+        return None
+    if abs(last) <= NEAR:
+        return f"the policy is {last:.2g} nats from its reference: lower algorithm.kl"
+    return (
+        f"the policy went {last:.2g} nats per token away from its reference: raise algorithm.kl or "
+        "lower learner.lr"
+    )
+
+
+def _critic(steps: Rows) -> str | None:
+    first, last = _ends(steps, "learn/value_error")
+    if first is None or last is None or last <= 2 * first:
+        return None
+    return (
+        f"the critic's error grew from {first:.2g} to {last:.2g}: lower learner.lr, or raise "
+        "algorithm.value_coefficient"
+    )
+
+
 def _trained_only(steps: Rows) -> str | None:
-    third = len(steps) // 3
-    first, last = (_mean(part, "train/success") for part in (steps[:third], steps[-third:]))
-    if third == 0 or first is None or last is None or last - first <= ROSE:
+    first, last = _ends(steps, "train/success")
+    if first is None or last is None or last - first <= ROSE:
         return None
     return (
         f"training success rose from {first:.2f} to {last:.2f}, so the held-out tasks differ, or "
@@ -134,9 +207,10 @@ def _trained_only(steps: Rows) -> str | None:
 
 
 _CAUSES: tuple[Callable[[Rows], str | None], ...] = (
-    *(_failures, _cut, _not_finite, _equal_rewards, _stale),  # nothing was learned from
-    *(_apart, _removed, _clipped, _punished, _collapsed),  # something else was learned
-    _trained_only,
+    *(_failures, _cut, _not_finite, _left_out, _stale),  # nothing was learned from
+    *(_apart, _lost_routes, _removed, _clipped, _punished),  # something else was learned
+    *(_collapsed, _uneven, _reference, _critic),
+    *(_without_variance, _trained_only),
 )
 
 
@@ -151,3 +225,9 @@ def _sum(rows: Rows, name: str) -> float:
 def _mean(rows: Rows, name: str) -> float | None:
     values = _values(rows, name)
     return sum(values) / len(values) if values else None
+
+
+def _ends(steps: Rows, name: str) -> tuple[float | None, float | None]:
+    """The means of the first and of the last quarter of the steps."""
+    quarter = max(1, len(steps) // 4)
+    return _mean(steps[:quarter], name), _mean(steps[-quarter:], name)

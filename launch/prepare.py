@@ -16,6 +16,7 @@ from ..configs.errors import UserError
 from ..configs.load import dump_config, parse_config
 from ..configs.schema import EnvConfig, TrainConfig
 from ..envs.registry import EnvBuildError, make_config, resolve_plugins, tasks
+from ..policy.config import PolicyConfig
 from ..policy.records import StageRecord, check_context, read_config, read_stage
 from ..policy.tokenizer import ChatFormat, chat_of, load_tokenizer, tokenizer_sha256
 from ..policy.value import VALUE_FILE
@@ -27,6 +28,7 @@ from .checkpoints import Found, RunState
 
 # A run keeps these for life: its start, data, random numbers and moments follow from them.
 IDENTITY = ("policy", "env", "chat", "seed", "group_size", "groups_per_step", "learner.optimizer")
+OF_EXPERTS = ("replay", "thresholds", "threshold_decay", "router_lr", "expert_parallel")
 RUN_FOLDERS = ("checkpoints", "rollouts")  # one of them is there as soon as a run has begun
 
 
@@ -60,14 +62,7 @@ class Run:
 def prepare(config: TrainConfig) -> Run:
     """Check a training config against the world; UserError for whatever does not fit."""
     check_bounds(config)
-    algorithm = make_algorithm(config.algorithm)  # refuses settings that do not go together
-    if algorithm.compares and config.group_size < 2:
-        raise UserError(
-            f"group_size={config.group_size} must be at least 2 with algorithm.name="
-            f"{config.algorithm.name}, which compares siblings"
-        )
-    if config.max_staleness == 0:
-        check_unused("rollout", config.rollout, ["keep_states"], "needs max_staleness")
+    check_together(config)
     folder = Path(config.output).absolute()
     _check_output(folder)
     policy = _starting_policy(config, folder)
@@ -79,13 +74,14 @@ def prepare(config: TrainConfig) -> Run:
     resumed = _find_resumable(config, folder, notes)
     checkpoint = resumed.folder if resumed else Path(config.policy)
     _check_others(config, checkpoint)
-    rules = read_config(checkpoint).image_rules
+    own = read_config(checkpoint)
+    _check_parts(config, own)
     tokenizer = load_tokenizer(checkpoint)
     check_context(checkpoint, config.context, config.allow_longer_context)
     stage = read_stage(checkpoint)
     chat = chat_of(tokenizer, stage, config.chat)
     vision = check_first_prompt(
-        config.env, config.context, chat, config.seed, config.rollout.env_timeout_s, rules
+        config.env, config.context, chat, config.seed, config.rollout.env_timeout_s, own.image_rules
     )
     state = resumed.state if resumed else RunState(0, 0, "")
     return Run(
@@ -100,6 +96,61 @@ def prepare(config: TrainConfig) -> Run:
         state.step,
         state.tasks,
     )
+
+
+def check_together(config: TrainConfig) -> None:
+    """UserError for settings that exclude each other, or that others leave without effect."""
+    algorithm = make_algorithm(config.algorithm)
+    name, learner, rounds = config.algorithm.name, config.learner, config.algorithm.extra_rounds
+    if config.group_size < 2:
+        if algorithm.compares:
+            raise UserError(
+                f"group_size={config.group_size} must be at least 2 with algorithm.name={name}, "
+                "which compares siblings"
+            )
+        reason = "it compares siblings, and group_size is 1; leave it out"
+        check_unused("algorithm", config.algorithm, ["length_reward"], reason)
+    if config.max_staleness == 0:
+        check_unused("rollout", config.rollout, ["keep_states"], "needs max_staleness")
+    everywhere = [n for n, teacher in enumerate(config.teachers) if not teacher.kinds]
+    if rounds and everywhere:
+        raise UserError(
+            f"algorithm.extra_rounds={rounds} would have no effect: teachers.{everywhere[0]} "
+            "teaches every task, whatever its rewards; leave it out, or give the teacher kinds"
+        )
+    if learner.minibatches == 1 and learner.replay == "learner":
+        raise UserError(
+            "learner.replay=learner would have no effect: it needs learner.minibatches above 1"
+        )
+    groups = config.groups_per_step * (1 + algorithm.extra_rounds)
+    if learner.minibatches > groups:
+        raise UserError(
+            f"learner.minibatches={learner.minibatches} would have no effect above the {groups} "
+            "groups that a step has at most, which are never divided; lower it, or raise "
+            "groups_per_step"
+        )
+    for key, value, most in (
+        ("learner.minibatches", learner.minibatches, 1),
+        ("max_staleness", config.max_staleness, 0),
+    ):
+        if algorithm.on_policy and value > most:
+            raise UserError(
+                f"{key}={value} does not go with algorithm.name={name}, whose loss has no ratio to "
+                f"the policy that sampled: set algorithm.correction=token_truncate, or {key}={most}"
+            )
+
+
+def _check_parts(config: TrainConfig, policy: PolicyConfig) -> None:
+    """UserError for settings of parts that the policy does not have."""
+    layers = range(policy.num_hidden_layers)
+    for there, part, names in (
+        (not all(map(policy.is_dense, layers)), "experts", OF_EXPERTS),
+        (policy.attn_res_block_size is not None, "mixture over depth", ("attnres_lr",)),
+        (any(map(policy.is_mla, layers)), "latent attention", ("qk_clip",)),
+    ):
+        if not there:
+            reason = f"the policy has no {part}; leave it out"
+            check_unused("learner", config.learner, names, reason)
 
 
 def check_unchanged(run: Run) -> None:

@@ -27,7 +27,7 @@ from .checkpoints import Found
 from .cluster import check_gpus, cluster
 from .evaluate import measure
 from .files import sole_user
-from .flat import why_flat
+from .flat import flat_line
 from .interrupt import GivenUp, exit_code, uninterrupted
 from .prepare import Run, check_unchanged, prepare
 from .progress import Display
@@ -111,8 +111,9 @@ def train(config: TrainConfig) -> int:
     first = before[0] if before and before[0].step == 0 else None
     assert run.saved is not None
     plugins = config.env.plugins
-    if first is not None and result is not None and result.success <= first.success:
-        print(f"flat        {why_flat(recorder.rows)}")
+    ends = (None if point is None else point.success for point in (first, result))
+    if (cause := flat_line(recorder.rows, *ends)) is not None:
+        print(f"flat        {cause}")
     for line in closing_lines(first, result, run.folder, run.saved.folder, run.step, plugins):
         print(line)
     return 0
@@ -203,7 +204,7 @@ def _rollout(job: Job, in_flight: deque[list]) -> Played:
         groups += more
         parts.append(stats)
         kept = fresh(groups, pool.version.number, config.max_staleness)
-        if len(parts) > config.algorithm.extra_rounds or (
+        if len(parts) > job.learner.algorithm.extra_rounds or (
             job.learner.teaching(kept) >= config.groups_per_step
         ):
             break

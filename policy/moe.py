@@ -95,12 +95,13 @@ class Router(nn.Module):
         return experts, weights
 
     def _counts(self) -> Counts:
-        histogram = self._histogram()
+        histogram = self.begin_counts()
         if self.given is not None:
             return Counts(self.replayed_load, None, self.valid)
         return Counts(self.load, histogram, self.valid)
 
-    def _histogram(self) -> QuantileHistogram:
+    def begin_counts(self) -> QuantileHistogram:
+        """The histogram of the step, which is made, with the loads at 0, where there is none."""
         if self.histogram is None:
             self.histogram = QuantileHistogram(self.e_score_correction_bias, self.k)
             self.load = torch.zeros_like(self.e_score_correction_bias, dtype=torch.long)
@@ -109,7 +110,7 @@ class Router(nn.Module):
 
     def counts(self) -> list[torch.Tensor]:
         """Integer tensors that are summed over data-parallel ranks before `update`."""
-        histogram = self._histogram()
+        histogram = self.begin_counts()
         return [histogram.counts, histogram.tokens, self.load, self.replayed_load]
 
     def update(self, rule: ThresholdRule = TRACK) -> float:

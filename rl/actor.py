@@ -34,6 +34,7 @@ from .memory import enough_memory
 from .penalties import Pull
 from .publish import publish
 from .reference import Reference
+from .replay import share_recorded
 from .teachers import Distillation, Teachers, teaches
 from .types import Share, UpdateResult
 
@@ -199,7 +200,7 @@ class LearnerGroup:
         if not kept:
             return UpdateResult(metrics, self.version, skipped=True)
         if self.config.replay == "rollout":
-            metrics["routes_known"] = batch.routes_known(kept)
+            metrics["routes_known"] = share_recorded(kept)
         metrics |= stats.staleness(self.version)
         steps = batch.deal(kept, self.config.minibatches)
         return self._update(

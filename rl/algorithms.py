@@ -34,6 +34,7 @@ class Objective:
     ``correction`` weighs what another policy sampled; ``aggregation`` and ``length`` say which
     mean the loss is; ``entropy`` is the coefficient of the bonus, a mean over tokens always. The
     KL of a ``pull`` is part of that mean, unless it is in the rewards: then it is only reported.
+    A loss without a ``ratio`` of its own is corrected by that of the policy itself.
     """
 
     loss: LossFunction
@@ -42,6 +43,7 @@ class Objective:
     length: int = 1
     entropy: float = 0.0
     pull: penalties.Pull | None = None
+    ratio: bool = True
 
     def __call__(
         self,
@@ -82,7 +84,7 @@ class Objective:
                 self.loss,
                 self.correction,
                 logprobs,
-                logprobs if proximal_logprobs is None else proximal_logprobs,
+                logprobs if proximal_logprobs is None or not self.ratio else proximal_logprobs,
                 behavior_logprobs,
                 advantages,
                 mask,
@@ -139,9 +141,11 @@ class Algorithm:
     """An advantage over groups of rewards, or a critic instead, and a loss over tokens.
 
     ``decoupled`` says that the loss wants the log-probs of the policy before the update, ``flat``
-    what becomes of groups without an advantage, ``compares`` that siblings are compared. Rewards
-    are changed by ``shaping`` first, and tokens answer for those that ``credit`` names. What
-    teachers say is added to advantages as ``distillation`` says.
+    what becomes of groups without an advantage, ``compares`` that siblings are compared,
+    ``on_policy`` that nothing in it weighs what another policy sampled, ``extra_rounds`` how many
+    times a step may roll out again for groups with an advantage. Rewards are changed by
+    ``shaping`` first, and tokens answer for those that ``credit`` names. What teachers say is added
+    to advantages as ``distillation`` says.
     """
 
     advantages: AdvantageFunction | None
@@ -154,6 +158,8 @@ class Algorithm:
     distillation: Distillation | None = None
     flat: Flat = "left_out"
     compares: bool = True
+    on_policy: bool = False
+    extra_rounds: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +172,8 @@ class Recipe:
     aggregation: Aggregation = "token"
     pulled: bool = False  # its loss pulls towards the policy that sampled
     compares: bool = True  # its advantages compare siblings: a group of one has none
+    ratio: bool = True  # its loss compares the policy with the one that sampled
+    extra_rounds: int = 0
 
     def __call__(self, config: AlgorithmConfig) -> Algorithm:
         """The algorithm with the settings of a config that names it; UserError for those that do
@@ -185,8 +193,10 @@ class Recipe:
             cause = f"name={config.name}" if config.reward_weight > 0 else "reward_weight=0"
             raise UserError(
                 f"algorithm.extra_rounds={config.extra_rounds} would have no effect with "
-                f"algorithm.{cause}: groups of equal rewards teach it too; leave it out"
+                f"algorithm.{cause}: siblings are not compared there, so groups of equal rewards "
+                "teach as others do; leave it out"
             )
+        rounds = self.extra_rounds if config.extra_rounds is None else config.extra_rounds
         correction = self._correction(config)
         pull = _pull(config)
         acting = self.advantages is None or self.pulled
@@ -203,14 +213,17 @@ class Recipe:
                 config.length or LENGTH,
                 config.entropy,
                 pull,
+                self.ratio,
             ),
-            decoupled=correction is not None,
+            decoupled=correction is not None and self.ratio,
             critic=Critic(**critic) if critic else None,
             pull=pull,
             credit=config.credit or "trajectory",
             shaping=_shaping(config),
             flat="learned" if acting else "left_out" if aggregation == "token" else "counted",
             compares=compares,
+            on_policy=correction is None and not self.ratio,
+            extra_rounds=rounds if compares else 0,
             distillation=taught,
         )
 
@@ -359,7 +372,9 @@ ALGORITHMS: dict[str, Recipe] = {
     "ppo": Recipe(None, losses.ppo_clip, CLIP | CRITIC, compares=False),
     "grpo": Recipe(relative, losses.grpo, GROUP | CLIP | CREDIT),
     "dr_grpo": Recipe(unscaled, losses.dr_grpo, CLIP | CREDIT, "constant"),
-    "dapo": Recipe(relative, losses.dapo, GROUP | CLIP | CREDIT | {"clip_high": 0.28}),
+    "dapo": Recipe(
+        relative, losses.dapo, GROUP | CLIP | CREDIT | {"clip_high": 0.28}, extra_rounds=2
+    ),
     "gspo": Recipe(
         relative, losses.gspo, GROUP | {"clip_low": 3e-4, "clip_high": 4e-4}, "sequence"
     ),
@@ -367,8 +382,10 @@ ALGORITHMS: dict[str, Recipe] = {
     "sapo": Recipe(
         relative, losses.sapo, GROUP | CREDIT | {"tau_pos": 1.0, "tau_neg": 1.05}, "sequence"
     ),
-    "rloo": Recipe(peers, losses.rloo, CREDIT),
-    "reinforce": Recipe(relative, losses.reinforce, GROUP | CREDIT | {"scale": "none"}),
+    "rloo": Recipe(peers, losses.rloo, CREDIT, ratio=False),
+    "reinforce": Recipe(
+        relative, losses.reinforce, GROUP | CREDIT | {"scale": "none"}, ratio=False
+    ),
     "reinforce_pp": Recipe(over_batch, losses.reinforce_pp, CLIP | CREDIT, compares=False),
     "reinforce_pp_baseline": Recipe(centred, losses.reinforce_pp, CLIP | CREDIT),
     "k15": Recipe(unscaled, losses.k15, {"tau": 0.01}, pulled=True),

@@ -135,13 +135,6 @@ def samples_of_groups(
     return kept, stats
 
 
-def routes_known(groups: Sequence[list[Sample]]) -> float:
-    """Share of tokens, trained or not, whose routes the rollout recorded."""
-    samples = [sample for group in groups for sample in group]
-    known = sum(int(s.routes.known.sum()) for s in samples if s.routes is not None)
-    return known / sum(map(len, samples))
-
-
 def samples_of_text(sequences: Iterable[np.ndarray]) -> list[Sample]:
     """Samples in which every token but the first is trained; shorter sequences are left out."""
     samples = []

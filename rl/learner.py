@@ -72,6 +72,7 @@ class Learner:
         temperature: float,
         reference: Reference | None = None,
         teachers: Teachers | None = None,
+        replay: Replay | None = None,
     ) -> None:
         self.reference, self.teachers = reference, teachers
         self.engine = Engine(policy, config)
@@ -88,7 +89,7 @@ class Learner:
                 f"learner.qk_clip={config.qk_clip:g} would have no effect: the policy has no "
                 "latent attention; leave it out"
             )
-        self.replay = Replay(policy, config)
+        self.replay = Replay(policy, config) if replay is None else replay
         self.policy.checkpointing = config.checkpointing
 
     def update(
@@ -129,6 +130,7 @@ class Learner:
         told = applied or metrics
         names = dict.fromkeys(name for values in told for name in values)
         result = {k: diagnostics.combined(k, [m[k] for m in told if k in m]) for k in names}
+        result["optimizer_steps"] = len(metrics)
         result["skipped_steps"] = len(metrics) - len(applied)
         if "log_ratio_abs" in metrics[0]:
             result["log_ratio_first"] = metrics[0]["log_ratio_abs"]
@@ -214,7 +216,7 @@ class Learner:
         for number, (batch, known) in enumerate(zip(share.micro_batches, before, strict=True)):
             last = number == len(share.micro_batches) - 1
             routes = self.replay.routes(batch, None if known is None else known.routes)
-            if replaying:
+            if replaying and self.replay.counts(number):
                 self.replay.count_free(batch, routes, lambda b=batch: self._forward(b, last=False))
             with self.replay.taking(routes):  # in backward too, which may compute forwards again
                 with ExitStack() as counting:

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..configs.errors import UserError
+from ..configs.errors import RunFailed, UserError
 from ..configs.schema import LearnerConfig
 from ..policy.routing import Routed, Routes
-from .types import MicroBatch
+from .types import MicroBatch, Sample
 
 
 class Replay:
-    """The setting ``learner.replay`` for one policy. UserError if that has no experts."""
+    """The setting ``learner.replay`` for one policy. UserError if that has no experts, of which
+    the settings of thresholds are as well."""
 
     def __init__(self, policy: Any, config: LearnerConfig) -> None:
-        self._policy, self._source = policy, config.replay
-        if config.replay != "off" and not (isinstance(policy, Routed) and policy.routers()):
-            raise UserError(
-                f"learner.replay={config.replay} would have no effect: the policy has no experts; "
-                "leave it out"
-            )
+        self.policy, self._source = policy, config.replay
+        self._frozen = config.thresholds == "freeze"
+        given = {"replay": config.replay != "off", "thresholds": config.thresholds != "track"}
+        for key in (key for key, changed in given.items() if changed):
+            if not (isinstance(policy, Routed) and policy.routers()):
+                raise UserError(
+                    f"learner.{key}={getattr(config, key)} would have no effect: the policy has no "
+                    "experts; leave it out"
+                )
 
     def wants_pass_before(self, steps: int) -> bool:
         """Whether an update of so many steps needs the learner's routes from before the first."""
@@ -42,7 +46,7 @@ class Replay:
 
     def taking(self, routes: Routes | None) -> AbstractContextManager[None]:
         """Context of forwards, and of backwards that compute them again, on these routes."""
-        return nullcontext() if routes is None else self._policy.replayed_routes(routes)
+        return nullcontext() if routes is None else self.policy.replayed_routes(routes)
 
     def first_pass(
         self, batch: MicroBatch, forward: Callable[[], Any]
@@ -51,9 +55,14 @@ class Replay:
         if self._source != "learner" or batch.padding:
             with self.taking(self.routes(batch, None)):
                 return forward(), None
-        with self._policy.recorded_routes() as recording:
+        with self.policy.recorded_routes() as recording:
             out = forward()
         return out, Routes(recording.take(), np.ones(len(batch.input_ids), np.bool_))
+
+    def counts(self, number: int) -> bool:
+        """Whether a step that replays routes wants the free ones of its micro-batch ``number``,
+        alike on every rank: thresholds are made of all, those that stay only tell a load."""
+        return number == 0 or not self._frozen
 
     def count_free(
         self, batch: MicroBatch, routes: Routes | None, forward: Callable[[], Any]
@@ -61,5 +70,18 @@ class Replay:
         """Statistics of a micro-batch whose ``routes`` will be replayed; without, only a forward
         that other ranks may wait for."""
         counted = routes is not None and not batch.padding
-        with torch.no_grad(), self._policy.routing_statistics() if counted else nullcontext():
+        with torch.no_grad(), self.policy.routing_statistics() if counted else nullcontext():
             forward()
+
+
+def share_recorded(groups: Sequence[list[Sample]]) -> float:
+    """Share of tokens, trained or not, whose routes the rollout recorded; RunFailed if it is 0,
+    where a learner would replay nothing."""
+    samples = [sample for group in groups for sample in group]
+    known = sum(int(s.routes.known.sum()) for s in samples if s.routes is not None)
+    if known == 0:
+        raise RunFailed(
+            "learner.replay=rollout: the rollout recorded no routes to replay; set "
+            "learner.replay=learner or off"
+        )
+    return known / sum(map(len, samples))

@@ -377,7 +377,13 @@ def test_every_shipped_preset_loads() -> None:
             assert len(path.read_text().splitlines()) <= 40
 
 
-@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p", "repetition_penalty"])
+CUTS = [
+    *("top_p", "top_k", "top_a", "min_p", "eta_cutoff", "repetition_penalty", "length_penalty"),
+    *("allowed_token_ids", "min_tokens", "logit_bias", "ignore_eos"),
+]
+
+
+@pytest.mark.parametrize("name", CUTS)
 def test_a_filter_of_the_distribution_is_refused_with_the_reason(name: str) -> None:
     """C05: the learner would score another distribution than the one that was sampled."""
     with pytest.raises(UserError) as caught:
@@ -387,5 +393,23 @@ def test_a_filter_of_the_distribution_is_refused_with_the_reason(name: str) -> N
         "distribution, which is the one that the learner scores; leave it out, or set "
         "rollout.temperature"
     )
-    with pytest.raises(UserError, match=f"^unknown key algorithm.{name} .*known: "):
+    with pytest.raises(UserError, match=f"^unknown key algorithm.{name} "):
         load_config(TrainConfig, None, [f"algorithm.{name}=0.9"])
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_sequences", "stop_strings", "stop_token_ids"])
+def test_stop_sequences_are_refused_with_their_own_reason(name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(TrainConfig, None, [f"rollout.{name}=['</answer>']"])
+    assert str(caught.value) == (
+        f"unknown key rollout.{name} on the command line: a turn ends where the policy ends its "
+        "message, which the learner scores like any token; leave it out, or set "
+        "rollout.max_turn_tokens"
+    )
+
+
+def test_settings_of_evaluation_are_no_settings_of_training() -> None:
+    """C05: greedy decoding is of `EvalConfig` alone, and a run has one temperature for both."""
+    for key, value in (("greedy", "true"), ("rollout.greedy", "true"), ("eval", "{greedy: true}")):
+        with pytest.raises(UserError, match=f"^unknown key {key} on the command line"):
+            load_config(TrainConfig, None, [f"{key}={value}"])

@@ -17,6 +17,7 @@ from farhorizon.kernels.logprob import BLOCK_ELEMENTS, naive_token_logprobs, tok
 
 @pytest.mark.parametrize(("temperature", "expected"), [(1.0, -0.407606), (0.5, -0.142932)])
 def test_temperature_divides_the_logits(temperature, expected):
+    """C05: the side of the learner."""
     hidden, head = torch.eye(3)[:1], torch.tensor([[2.0, 0, 0], [1, 0, 0], [0, 0, 0]])
     value, entropy = token_logprobs(hidden, head, torch.tensor([0]), temperature)
     assert float(value) == pytest.approx(expected, abs=1e-6)

@@ -18,6 +18,7 @@ from farhorizon.kernels.moe.histogram import balanced, centred
 
 
 def test_bias_is_added_for_the_choice_and_absent_from_the_weights():
+    """C06."""
     scores = torch.tensor([[0.6, 0.5, 0.4, 0.3]])
     bias = torch.tensor([-0.3, 0.0, 0.0, 0.25])
     experts, weights, cutoff = route(scores, bias, 2)
@@ -60,6 +61,7 @@ def solved(parts: list[torch.Tensor], bias: torch.Tensor, k: int) -> torch.Tenso
 
 @pytest.mark.parametrize("cuts", [[], [750], [250, 500, 750], [1, 999]])
 def test_threshold_is_the_pooled_quantile_for_any_split(cuts):
+    """C07."""
     parts = list(pairs(1000).tensor_split(cuts))
     bias = solved(parts, torch.zeros(2), 1)
     torch.testing.assert_close(bias, torch.tensor([-0.125, 0.125]), atol=0.004, rtol=0)
@@ -69,6 +71,7 @@ def test_threshold_is_the_pooled_quantile_for_any_split(cuts):
 
 
 def test_invalid_tokens_do_not_count():
+    """C07."""
     scores = torch.cat([pairs(1000), torch.full((500, 2), 0.5)])
     valid = torch.arange(1500) < 1000
     histogram = QuantileHistogram(torch.zeros(2), 1)

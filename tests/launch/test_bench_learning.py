@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from farhorizon.configs.load import load_config
+from farhorizon.configs.schema import TrainConfig
 from farhorizon.launch import bench_learning, cli
 from farhorizon.launch.learning_report import (
     Overlap,
@@ -17,6 +19,8 @@ from farhorizon.launch.learning_report import (
     overlap_table,
     pooled,
 )
+from farhorizon.launch.prepare import check_together
+from farhorizon.rl.algorithms import ALGORITHMS
 
 FAKES = str(Path(__file__).parents[1] / "fakes.py")
 
@@ -40,6 +44,14 @@ def judged(row: dict[str, Any], success: float) -> dict[str, Any]:
 
 def run(name: str, seed: int, *steps: dict[str, Any], after: float = 0.75) -> Result:
     return Result(name, seed, [judged({"step": 0}, 0.25), *steps[:-1], judged(steps[-1], after)])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_is_compared_may_be_trained(name: str, checkpoint: Path) -> None:
+    given = [f"policy={checkpoint}", *bench_learning.settings_of(name)]
+    config = load_config(TrainConfig, "quickstart", given)
+    check_together(config)
+    assert (config.algorithm.correction != "none") == (name in ("rloo", "reinforce"))
 
 
 def test_overlap_by_hand() -> None:
@@ -79,7 +91,7 @@ def test_every_run_once_and_a_second_time_nothing(
 ) -> None:
     small = [
         *("env.id=even-v0", "env.kwargs={}", f"env.plugins=[{FAKES}]", "context=32"),
-        *("groups_per_step=2", "group_size=4", "eval_episodes=8", "learner.ranks=1"),
+        *("groups_per_step=4", "group_size=4", "eval_episodes=8", "learner.ranks=1"),
         *("rollout.actors=1", "rollout.max_turn_tokens=2"),
     ]
     words = [

@@ -74,6 +74,11 @@ def test_every_kind_trains_and_a_finished_one_is_kept(checkpoint: Path, tmp_path
     assert (tmp_path / "track-0.jsonl").stat().st_mtime_ns == written
 
 
+def test_more_minibatches_than_groups_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "thresholds", "groups=2", "minibatches=3"]) == 2
+    assert "minibatches=3 would have no effect above groups=2" in capsys.readouterr().err
+
+
 def test_thresholds_that_there_are_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "thresholds", "names=[ema]"]) == 2
     assert "no such thresholds ema; known: freeze, track, naive" in capsys.readouterr().err

@@ -64,7 +64,8 @@ class Learner:
     skips: Sequence[int] = ()
     version = 0
 
-    def __init__(self) -> None:
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self.algorithm = make_algorithm(algorithm)
         self.rates: list[float] = []
         self.published: list[int] = []
 
@@ -124,7 +125,7 @@ def start(checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
         run = prepare(replace(config, **changes))
         recorders.append(Recorder(run.folder, dump_config(run.config), 0))
         actors: Any = pool
-        learner: Any = Learner()
+        learner: Any = Learner(run.config.algorithm)
         return train.Job(run, actors, learner, recorders[-1], Display(run.config.steps))
 
     yield make
@@ -158,12 +159,13 @@ class Uneven(Pool):
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("algorithm", [{"name": "dapo"}, {"name": "grpo", "extra_rounds": 2}])
 def test_rollout_goes_on_until_enough_groups_teach_or_the_bound(
-    start: Start, capsys: pytest.CaptureFixture[str], ahead: int
+    start: Start, capsys: pytest.CaptureFixture[str], ahead: int, algorithm: dict[str, Any]
 ) -> None:
     """Rounds of 2, 3 (the bound, one group short) and 1: each task is played once, in order."""
     pool = Uneven([1, 2, 0, 0, 1, 2, 0])
-    job = start(pool, max_staleness=ahead, algorithm=AlgorithmConfig(name="dapo", extra_rounds=2))
+    job = start(pool, max_staleness=ahead, algorithm=AlgorithmConfig(**algorithm))
     learner: Any = job.learner
     update, seen = learner.update, []
 

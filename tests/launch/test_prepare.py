@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,32 @@ def test_plugins_are_found_from_any_folder(
         ("resume=required", "resume=required: .* has no complete checkpoint"),
         ("group_size=0", "group_size=0 must be at least 1"),
         ("group_size=1", r"^group_size=1 must be at least 2 with algorithm\.name=grpo, which comp"),
+        ("learner.replay=learner", r"learner.replay=learner would have no effect: .*minibatches"),
+        (
+            "learner.minibatches=9",
+            r"learner\.minibatches=9 would have no effect above the 8 groups .*groups_per_step$",
+        ),
+        (
+            "algorithm.extra_rounds=1 learner.minibatches=17",
+            r"learner\.minibatches=17 would have no effect above the 16 groups",
+        ),
+        (
+            "group_size=1 algorithm.name=ppo algorithm.length_reward=0.5",
+            r"algorithm\.length_reward=0\.5 would have no effect: it compares siblings",
+        ),
+        (
+            "algorithm.extra_rounds=1 algorithm.distill=1 teachers=[{policy: nowhere}]",
+            r"algorithm\.extra_rounds=1 would have no effect: teachers\.0 teaches every task",
+        ),
+        (
+            "algorithm.name=rloo learner.minibatches=2",
+            r"^learner\.minibatches=2 does not go with algorithm\.name=rloo, .*no ratio .*: set "
+            r"algorithm\.correction=token_truncate, or learner\.minibatches=1$",
+        ),
+        (
+            "algorithm.name=reinforce max_staleness=1",
+            r"^max_staleness=1 does not go with algorithm\.name=reinforce, .*or max_staleness=0$",
+        ),
         ("keep=0", "keep=0 must be at least 1"),
         ("rollout.keep_states=true", "keep_states=true would have no effect: needs max_staleness"),
         ("rollout.temperature=0", r"rollout\.temperature=0\.0 must be at least 0\.001"),
@@ -90,8 +117,58 @@ def test_plugins_are_found_from_any_folder(
 )
 def test_bad_input_is_one_line(config: TrainConfig, override: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        prepare(override_config(config, [override]))
+        prepare(override_config(config, settings(override)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "learner.replay=learner learner.minibatches=2",
+        "learner.minibatches=8",
+        "algorithm.extra_rounds=1 learner.minibatches=16",
+        "algorithm.name=dapo learner.minibatches=24",
+        "algorithm.length_reward=0.5",
+        "algorithm.name=rloo",
+        "algorithm.name=rloo learner.minibatches=2 max_staleness=1 algorithm.correction=icepop",
+        "max_staleness=1",
+    ],
+)
+def test_what_goes_together_passes(config: TrainConfig, given: str) -> None:
+    prepare(override_config(config, settings(given)))
+
+
+def settings(text: str) -> list[str]:
+    return re.split(r" (?=[a-z_.]+=)", text)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            "learner.replay=rollout",
+            r"^learner\.replay=rollout would .* the policy has no experts; leave it out$",
+        ),
+        ("learner.thresholds=freeze", r"^learner\.thresholds=freeze would .* no experts; leave it"),
+        ("learner.thresholds=ema learner.threshold_decay=0.5", r"^learner\.thresholds=ema would"),
+        (
+            "learner.router_lr=2",
+            r"^learner\.router_lr=2\.0 would .* the policy has no experts",
+        ),
+        ("learner.attnres_lr=0", r"^learner\.attnres_lr=0\.0 would .* has no mixture over depth"),
+    ],
+)
+def test_settings_of_parts_that_the_policy_lacks(
+    config: TrainConfig, tmp_path: Path, given: str, message: str
+) -> None:
+    prepare(override_config(config, settings(given)))
+    folder = tmp_path / "plain"
+    shutil.copytree(config.policy, folder)
+    content = json.loads((folder / "config.json").read_text())
+    content |= {"first_k_dense_replace": 99, "attn_res_block_size": None}
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        prepare(override_config(replace(config, policy=str(folder)), settings(given)))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

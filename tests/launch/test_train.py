@@ -110,7 +110,7 @@ def test_every_step_learned(finished: TrainConfig) -> None:
 
 
 def test_rollout_and_learner_agree(finished: TrainConfig) -> None:
-    """On the first pass over on-policy data the ratio is 1: nothing is clipped."""
+    """C05: on the first pass over on-policy data the ratio is 1, and nothing is clipped."""
     for row in rows(finished)[1:]:
         assert row["learn/clip_fraction"] == 0.0
         assert row["learn/kl_from_0"] == pytest.approx(row["learn/kl"], abs=1e-9)

@@ -397,7 +397,7 @@ def test_training_and_decoding_choose_the_same_experts():
 
 
 def test_thresholds_are_added_not_subtracted():
-    """One token with scores 0.6, 0.5, 0.4, 0.3 and biases -0.3, 0, 0, 0.25 goes to 3 and 1."""
+    """C06: one token with scores 0.6, 0.5, 0.4, 0.3 and biases -0.3, 0, 0, 0.25 goes to 3 and 1."""
     policy = Policy(PolicyConfig.tiny(num_experts=4, num_experts_per_token=2))
     router = policy.routers()[0]
     scores = torch.tensor([0.6, 0.5, 0.4, 0.3])

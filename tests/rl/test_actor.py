@@ -148,6 +148,17 @@ def test_a_batch_without_variance_is_skipped_and_says_so(learner: LearnerGroup) 
     assert result.metrics["episodes_without_reward"] == 2
 
 
+def test_replay_of_a_rollout_without_routes_ends_the_run(
+    ray_local: None, tiny_checkpoint: Path
+) -> None:
+    made = learners(tiny_checkpoint, replay="rollout")
+    try:
+        with pytest.raises(RunFailed, match=r"^learner\.replay=rollout: the rollout recorded no"):
+            made.update(groups(0))
+    finally:
+        made.close()
+
+
 def test_mistakes_come_back_as_the_user_made_them(
     ray_local: None, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ def _advantages(rewards: list[float], groups: list[int], **kwargs: str) -> list[
 @pytest.mark.parametrize("reward", [0.1, 0.2, 0.3, 0.35, 0.7, -1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_give_exactly_zero(reward: float, baseline: str, dtype: torch.dtype) -> None:
+    """C01 (a)."""
     for n in range(1, 17):
         rewards = torch.full((n,), reward, dtype=dtype)
         got = group_relative(rewards, torch.zeros(n, dtype=torch.int64), baseline=baseline)  # type: ignore[arg-type]
@@ -55,6 +56,7 @@ def test_rewards_closer_than_fp32_tells_apart_are_equal(unit: float) -> None:
 
 
 def test_population_deviation() -> None:
+    """C01 (b)."""
     got = _advantages([0.35] * 7 + [0.95], [0] * 8)
     assert got == pytest.approx([-0.37796] * 7 + [2.64575], abs=1e-5)
     got = _advantages([0.35] * 7 + [0.95], [0] * 8, scale="none")
@@ -62,6 +64,7 @@ def test_population_deviation() -> None:
 
 
 def test_leave_one_out_takes_mean_and_deviation_of_the_others() -> None:
+    """C01 (c)."""
     got = _advantages([0.35] * 7 + [0.95], [0] * 8, baseline="leave_one_out")
     assert got[7] == pytest.approx(0.6, abs=1e-6)  # its peers have no spread: not divided
     # a peer of the other seven: mean 0.35 + 0.6 / 7, deviation 0.6 * sqrt(6) / 7
@@ -84,6 +87,7 @@ def test_groups_are_formed_by_id_not_by_position() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_not_finite_leaves_its_group(bad: float) -> None:
+    """C22."""
     got = _advantages([1.0, bad, 0.0, 1.0], [0] * 4)
     assert got == pytest.approx([0.70711, 0.0, -1.41421, 0.70711], abs=1e-5)
     assert got[1] == 0.0

@@ -178,8 +178,15 @@ def allowed(name: str, *texts: str) -> AlgorithmConfig | None:
 
 
 def test_more_rounds_of_rollout_are_for_groups_that_may_teach_nothing() -> None:
-    assert allowed("dapo", "extra_rounds=2") is not None
-    assert allowed("ppo", "extra_rounds=2") is None
+    """Those whose advantages compare siblings, whatever else acts on their tokens."""
+    for name, recipe in ALGORITHMS.items():
+        for more in ([], ["entropy=0.1"], ["kl=0.1"]):
+            assert (allowed(name, "extra_rounds=2", *more) is not None) == recipe.compares, name
+        made = make_algorithm(override_config(AlgorithmConfig(), [f"name={name}"]))
+        assert made.extra_rounds == (2 if name == "dapo" else 0)
+    given = [["extra_rounds=0"], ["extra_rounds=3"], ["distill=1", "reward_weight=0"]]
+    made = [make_algorithm(override_config(AlgorithmConfig(name="dapo"), texts)) for texts in given]
+    assert [algorithm.extra_rounds for algorithm in made] == [0, 3, 0]
 
 
 def test_lengths_that_exclude_each_other_are_refused() -> None:
@@ -257,7 +264,33 @@ def test_an_algorithm_travels_to_other_processes(name: str) -> None:
     )
     again = pickle.loads(pickle.dumps(made.loss))
     assert (again.correction is None) == (correction == "none")
-    assert made.decoupled == (correction != "none")
+    assert made.decoupled == (correction != "none" and name not in ("rloo", "reinforce"))
+
+
+@pytest.mark.parametrize("name", ["rloo", "reinforce"])
+@pytest.mark.parametrize("before", [None, torch.tensor([-3.0])])
+def test_a_loss_without_a_ratio_is_corrected_by_that_of_the_policy_itself(
+    name: str, before: torch.Tensor | None
+) -> None:
+    """Policy / behaviour = 9: the gradient of E_behaviour[ratio A] is 9 A, not A, and that of the
+    policy before the update says nothing of it."""
+    whole: Any = {"sequence_ids": torch.tensor([0]), "denominator": 1}
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    behavior = torch.tensor([-1.0 - math.log(9)])
+    own = [f"name={name}", "correction=token_truncate", "correction_high=10"]
+    for texts, want in ((own, -4.5), (own[:2], -1.0), (own[:1], -0.5)):
+        made = make_algorithm(override_config(AlgorithmConfig(), texts))
+        assert made.on_policy == (len(texts) == 1) and not made.decoupled
+        out = made.loss(
+            logprobs,
+            behavior,
+            torch.tensor([0.5]),
+            torch.tensor([True]),
+            proximal_logprobs=before,
+            **whole,
+        )
+        (gradient,) = torch.autograd.grad(out.loss, logprobs)
+        assert gradient.item() == pytest.approx(want, rel=1e-5)
 
 
 def test_after_a_step_a_correction_weighs_by_the_policy_before_it() -> None:

@@ -232,6 +232,7 @@ def test_images_of_some_sequences_teach_the_tower_under_any_split(
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_routing_thresholds_pool_over_micro_batches_and_ranks(played: Path, ranks: int) -> None:
+    """C07: any split, and padding rows."""
     for name in ("one", "four", "padded"):
         got = results(played, ranks, f"threshold-{name}")
         assert got["bias"] == pytest.approx([-0.125, 0.125], abs=0.004)
@@ -259,6 +260,7 @@ def test_recomputed_layers_count_once_and_change_no_bit(
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_scoring_and_evaluation_are_never_counted(played: Path, ranks: int) -> None:
+    """C07."""
     for stage in (0, 3):
         got = results(played, ranks, f"silent-{stage}")
         assert got["same"] and got["counted"] == 0 and got["later"]

@@ -40,6 +40,7 @@ def _grpo(advantage: float, ratio: float, **kwargs: Any) -> tuple[float, float, 
 
 
 def test_dual_clip_bounds_only_negative_advantages() -> None:
+    """C20."""
     assert _grpo(-1.0, 10.0, dual_clip=3.0) == pytest.approx((3.0, 0.0, 1.0), abs=1e-4)
     assert _grpo(-1.0, 10.0) == pytest.approx((10.0, 10.0, 0.0), abs=1e-4)
     assert _grpo(-1.0, 2.0, dual_clip=3.0) == pytest.approx((2.0, 2.0, 0.0), abs=1e-4)

@@ -22,8 +22,10 @@ from farhorizon.policy.routing import Routes
 from farhorizon.policy.weights import Publication, digest
 from farhorizon.rl import batch, resume
 from farhorizon.rl.algorithms import make_algorithm
+from farhorizon.rl.engine import Engine
 from farhorizon.rl.learner import Learner
 from farhorizon.rl.publish import publish
+from farhorizon.rl.replay import share_recorded
 from farhorizon.rl.types import Sample, Share, UpdateResult
 from farhorizon.rollout.episode import run_groups
 from farhorizon.rollout.generator import NativeGenerator
@@ -42,11 +44,24 @@ LAYERS, K = 3, 2
 pytestmark = pytest.mark.usefixtures("only_rank")
 
 
-def make_policy(noise: float = 0.0) -> Policy:
+class KeepingPolicy(Policy):
+    """Keeps copies of what each optimizer step counted."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self.kept: list[list[torch.Tensor]] = []
+
+    def update_thresholds(self) -> list[float]:
+        self.kept.append([count.clone() for count in self.routing_counts()])
+        return super().update_thresholds()
+
+
+def make_policy(noise: float = 0.0) -> KeepingPolicy:
     """A policy whose experts differ enough that a change of routes shows; with ``noise`` its
     routers are not those of the rollout."""
     torch.manual_seed(0)
-    policy = Policy(PolicyConfig.tiny(vocab_size=24, hidden_size=32, num_hidden_layers=4))
+    config = PolicyConfig.tiny(vocab_size=24, hidden_size=32, num_hidden_layers=4)
+    policy = KeepingPolicy(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -112,19 +127,6 @@ def learned_routes(policy: Policy) -> Iterator[list[np.ndarray]]:
     for router in policy.routers():
         router.register_forward_hook(listen)
     yield used
-
-
-@contextmanager
-def counts_kept(policy: Policy, kept: list[list[torch.Tensor]]) -> Iterator[None]:
-    """Copies of what each optimizer step counted."""
-    own = policy.update_thresholds
-
-    def update() -> list[float]:
-        kept.append([count.clone() for count in policy.routing_counts()])
-        return own()
-
-    policy.update_thresholds = update  # type: ignore[method-assign]
-    yield
 
 
 def test_a_rollout_has_the_routes_of_the_whole_sequence(played: list[Group]) -> None:
@@ -252,11 +254,12 @@ def test_statistics_are_those_of_free_routing(played: list[Group], rule: str) ->
         shuffled.append(replace(one, routes=routes))
     kept: list[list[torch.Tensor]] = []
     loads = []
+    tokens = 1000 if rule == "freeze" else 40  # thresholds that stay look at one micro-batch
     for replay, given_samples in (("off", made), ("rollout", shuffled)):
         policy = make_policy()
         own = learner(policy, replay=replay, thresholds=rule)
-        with counts_kept(policy, kept):
-            metrics = own.update([share(given_samples)], LOSS).metrics
+        metrics = own.update([share(given_samples, tokens)], LOSS).metrics
+        kept += policy.kept
         loads.append([metrics[f"expert_load_layer_{n}"] for n in range(LAYERS)])
         bias = torch.cat([r.e_score_correction_bias for r in policy.routers()])
         kept[-1].append(bias)
@@ -270,6 +273,23 @@ def test_statistics_are_those_of_free_routing(played: list[Group], rule: str) ->
     assert int(plain[1]) == tokens and int(plain[3].sum()) == 0
     assert int(replayed[3].sum()) == K * tokens
     assert loads[0] == loads[1]
+
+
+@pytest.mark.parametrize(("rule", "counted"), [("track", "all"), ("freeze", "one")])
+def test_free_routes_are_computed_as_far_as_something_is_made_of_them(
+    played: list[Group], rule: str, counted: str
+) -> None:
+    """Thresholds that stay have a load to tell, and no more."""
+    policy, whole = make_policy(), share(samples(played))
+    without_gradient: list[bool] = []
+    router = policy.routers()[0]
+    router.register_forward_hook(lambda *_: without_gradient.append(not torch.is_grad_enabled()))
+    metrics = learner(policy, replay="rollout", thresholds=rule).update([whole], LOSS).metrics
+    batches = len(whole.micro_batches)
+    assert batches > 1
+    assert sum(without_gradient) == (batches if counted == "all" else 1)
+    assert len(without_gradient) - sum(without_gradient) == batches
+    assert metrics["expert_load_max"] >= 1 and metrics["replayed_load_max"] >= 1
 
 
 def test_a_forward_for_statistics_is_the_training_forward_to_the_bit() -> None:
@@ -354,7 +374,9 @@ def test_sequences_without_routes_share_a_batch_with_others() -> None:
     assert packed.sequence_ids.tolist() == [1] * 4 + [0] * 3 and packed.routes is not None
     assert packed.routes.known.tolist() == [False] * 4 + [True, True, False]
     assert (packed.routes.experts[4:6] == 5).all()
-    assert batch.routes_known([[with_routes], [without]]) == 2 / 7
+    assert share_recorded([[with_routes], [without]]) == 2 / 7
+    with pytest.raises(RunFailed, match=r"^learner\.replay=rollout: .*; set learner"):
+        share_recorded([[without], [without]])
     assert batch.shares([without], 1, 100)[0].micro_batches[0].routes is None
 
 
@@ -400,8 +422,10 @@ def test_routes_of_another_policy_are_refused() -> None:
     replay = policy.replayed_routes(Routes(rows(4) % 8, known))
     with replay, pytest.raises(ValueError, match="routes of 4 tokens for 5 tokens"):
         policy(torch.zeros(1, 5, dtype=torch.long))
-    with pytest.raises(UserError, match=r"learner.replay=rollout would have no effect"):
-        learner(FakePolicy(), replay="rollout")
+    for setting in ({"replay": "rollout"}, {"thresholds": "freeze"}, {"thresholds": "ema"}):
+        ((key, value),) = setting.items()
+        with pytest.raises(UserError, match=f"^learner.{key}={value} would have no effect: the po"):
+            learner(FakePolicy(), **setting)
 
 
 def test_recomputed_layers_take_the_same_routes(played: list[Group]) -> None:
@@ -491,6 +515,26 @@ def rounded(bias: torch.Tensor) -> torch.Tensor:
     return bias.bfloat16().float()
 
 
+class Changing(Engine):
+    """An engine that gathers one tensor changed."""
+
+    def __init__(self, engine: Engine, name: str, change: Any) -> None:
+        self.__dict__.update(engine.__dict__)
+        self.changed, self.change = name, change
+
+    def gathered_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in super().gathered_state():
+            yield name, self.change(tensor) if name == self.changed else tensor
+
+
+class Sender(Learner):
+    """A learner at work, on another engine."""
+
+    def __init__(self, learner: Learner, engine: Engine) -> None:
+        self.__dict__.update(learner.__dict__)
+        self.engine = engine
+
+
 @pytest.mark.parametrize("change", [rounded, torch.neg], ids=["bfloat16", "sign"])
 @pytest.mark.parametrize("where", ["gathered", "sent"])
 def test_thresholds_that_change_on_the_way_out_are_refused_by_name(
@@ -500,16 +544,9 @@ def test_thresholds_that_change_on_the_way_out_are_refused_by_name(
     policy = make_policy()
     own, _ = update(policy, samples(played))
     name = "model.layers.2.block_sparse_moe.gate.e_score_correction_bias"
-    engine = own.engine
-    gathered = engine.gathered_state
-
-    def state() -> Iterator[tuple[str, torch.Tensor]]:
-        return ((n, change(t) if n == name else t) for n, t in gathered())
-
     receiver = WeightReceiver(make_policy())
-    if where == "gathered":
-        engine.gathered_state = state  # type: ignore[method-assign]
-    publication = publish(own, SyncConfig(), 0, 24, put=lambda bucket: bucket)
+    sender = Sender(own, Changing(own.engine, name, change)) if where == "gathered" else own
+    publication = publish(sender, SyncConfig(), 0, 24, put=lambda bucket: bucket)
     assert publication is not None and publication.thresholds.number == 1
     if where == "sent":
         _change_payload(publication, name, change)
@@ -520,7 +557,6 @@ def test_thresholds_that_change_on_the_way_out_are_refused_by_name(
         receiver.verify()
     held = receiver.policy.get_buffer(name)
     assert receiver.version is None and torch.equal(held, make_policy().get_buffer(name))
-    engine.gathered_state = gathered  # type: ignore[method-assign]
     publication = publish(own, SyncConfig(), 0, 24, put=lambda bucket: bucket)
     assert publication is not None
     receiver.begin(publication)

@@ -98,9 +98,11 @@ def test_rollout_logprobs_are_those_of_one_forward(
         assert len(gap) > 5 and gap.max() < 1e-4
 
 
-def test_greedy_is_an_argument_of_one_submission(pool: RolloutPool) -> None:
+def test_greedy_is_an_argument_of_one_submission(pool: RolloutPool, tiny_checkpoint: Path) -> None:
+    """C05: what is sampled after an evaluation is as it was without one."""
     greedy, _ = pool.collect(pool.submit(TASKS[:1], 3, greedy=True))
     sampled, _ = pool.collect(pool.submit(TASKS[:1], 3))
+    assert ids(sampled) == ids(here(tiny_checkpoint, 5)[:1])
     first = [t.segments[1].token_ids.tolist() for t in greedy[0].trajectories]
     assert first[0] == first[1] == first[2]
     assert len({tuple(t.segments[1].token_ids.tolist()) for t in sampled[0].trajectories}) == 3

@@ -246,6 +246,7 @@ def test_rewards_that_are_no_value_mask_the_episode(reward: Any) -> None:
 
 @pytest.mark.parametrize("reward", [np.float32(1), np.array(1.0), torch.tensor(1.0), True, 1])
 def test_numbers_of_any_kind_are_rewards(reward: Any) -> None:
+    """C22."""
     (one,), _, _ = play([[HE, 0]], lambda: ScriptedEnv(reward=reward))
     assert one.reward == 1.0 and type(one.reward) is float and one.success
 

@@ -32,6 +32,7 @@ def test_stream_keys_differ_in_every_part() -> None:
 
 @pytest.mark.parametrize(("temperature", "expected"), [(0.5, -0.142932), (1.0, -0.407606)])
 def test_logprobs_are_of_the_tempered_distribution(temperature: float, expected: float) -> None:
+    """C05: the side of the rollout."""
     logits, keys, positions = _rows([2.0, 1.0, 0.0], 64)
     tokens, logprobs = sample(logits, temperature, keys, positions)
     assert logprobs.dtype == np.float32
