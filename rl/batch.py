@@ -102,7 +102,7 @@ def samples_of_groups(
     extra, shaped, over = _shaped(trajectories, ids, rewards, shaping)
     values = _advantages(trajectories, ids, rewards, extra, advantages, credit)
     teach = [bool(v.any()) or taught(t.kind) for v, t in zip(values, trajectories, strict=True)]
-    some = any(teach)
+    some = any(t for t, v in zip(teach, valid, strict=True) if v)
     everything = advantages is None or flat == "learned" or (flat == "counted" and some)
     equal_rewards = 0
     kept: list[list[Sample]] = []

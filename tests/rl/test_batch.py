@@ -402,3 +402,11 @@ def test_old_spans_are_not_trained_and_rewards_stay() -> None:
     assert stats.staleness(7) == {"staleness_1": 1.0, "staleness_max": 1}
     ((a, _),), _ = samples_of_groups([Group("t", (long, other))], None)
     assert a.rewards is not None and a.rewards[a.loss_mask].tolist() == [0.75]
+
+
+def test_a_failed_episode_of_a_teachers_kind_keeps_no_group() -> None:
+    """Where nothing teaches, nothing is counted either: a failed episode is taught nothing."""
+    failed = Group("b", (replace(trajectory("b", 0, None), kind="x"),))
+    given = [group("a", [1.0, 1.0]), failed]
+    kept, stats = samples_of_groups(given, group_relative, "counted", taught=lambda k: k == "x")
+    assert kept == [] and stats.groups_left_out == 2
