@@ -20,7 +20,7 @@ from ..envs.registry import tasks
 from ..rl.actor import LearnerGroup
 from ..rl.types import UpdateResult
 from ..rollout.actor import RolloutPool
-from ..rollout.staleness import fresh
+from ..rollout.staleness import fresh, stale_tokens
 from ..rollout.types import Group, RolloutStats
 from . import checkpoints
 from .checkpoints import Found
@@ -49,7 +49,7 @@ from .report import (
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """The rollout of a step: all groups, those that are not too old, and the rounds it took."""
+    """The rollout of a step: all groups, what of them is not too old, and the rounds it took."""
 
     groups: list[Group]
     fresh: list[Group]
@@ -333,6 +333,7 @@ def _record(job: Job, played: Played, result: UpdateResult) -> None:
             "train/groups": len(groups),
             "train/groups_without_variance": flat,
             "train/groups_stale": stale,
+            "train/tokens_stale": stale_tokens(groups, played.fresh),
             "train/cut": cut_by_context(groups),
             "train/tokens": tokens,
             "train/tokens_per_second": tokens / max(total, 1e-9),

@@ -10,11 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Sums of the same turn rewards in another order differ in the last bit; dividing by a spread of
-# 1e-17 would turn that bit into an advantage. So rewards count as equal when they are closer than
-# EQUAL_WITHIN of the largest magnitude in the group (fp32 carries no more), or than RESIDUE, which
-# is what fp64 terms of order one leave where they cancel.
-EQUAL_WITHIN = 1e-6
+from .ratio import difference, possible
+
+# Sums of the same turn rewards in another order differ in their last bits; dividing by a spread of
+# 1e-17, or of 1e-8 in fp32, would turn them into an advantage. So rewards count as equal when they
+# are no further apart than EQUAL_WITHIN of the largest magnitude in the group, which is four steps
+# of fp32 (2^-23 each), or than RESIDUE, which is what fp64 terms of order one leave where they
+# cancel.
+EQUAL_WITHIN = 4 * 2.0**-23
 RESIDUE = 1e-12
 
 
@@ -82,8 +85,8 @@ def distillation(
     a policy gradient it is minus the gradient of KL(policy || teacher), token by token.
     """
     assert logprobs.ndim == 1 and logprobs.shape == teacher_logprobs.shape == mask.shape
-    gap = (teacher_logprobs - logprobs).detach().clamp(-bound, bound)
-    return torch.where(mask, gap, torch.zeros_like(gap))
+    given = possible(logprobs, logprobs, mask)  # what the policy never gives, no loss learns from
+    return difference(teacher_logprobs, logprobs, given).detach().clamp(-bound, bound)
 
 
 def _normalised(values: Tensor) -> Tensor:
@@ -141,15 +144,13 @@ def gae(
     last = len(rewards) - 1
     r, v, b = (x.detach().to(torch.float64).tolist() for x in (rewards, values, bootstrap))
     end, cut = terminated.tolist(), truncated.tolist()
-    advantages = [0.0] * len(r)
-    running = 0.0
+    backwards: list[float] = []  # the advantages, last step first
     for t in range(last, -1, -1):
         if end[t]:
-            following, running = 0.0, 0.0
+            following, after = 0.0, 0.0
         elif cut[t] or t == last:
-            following, running = b[t], 0.0
+            following, after = b[t], 0.0
         else:
-            following = v[t + 1]
-        running = r[t] + gamma * following - v[t] + gamma * lam * running
-        advantages[t] = running
-    return torch.tensor(advantages, dtype=torch.float32, device=rewards.device)
+            following, after = v[t + 1], backwards[-1]
+        backwards.append(r[t] + gamma * following - v[t] + gamma * lam * after)
+    return torch.tensor(backwards[::-1], dtype=torch.float32, device=rewards.device)

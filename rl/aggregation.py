@@ -1,4 +1,5 @@
-"""How the losses of tokens make one number: over tokens, over sequences, or over a constant."""
+"""How the losses of tokens make one number, over tokens, over sequences, or over a constant, and
+what is said beside it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .ratio import check, masked, sequence_sums
+from .ratio import check, distance, masked, sequence_sums
+from .types import LossOutput
 
 Aggregation = Literal["token", "sequence", "constant"]
 
@@ -59,3 +61,27 @@ def mean(values: Tensor, weights: Tensor | None, mask: Tensor, denominator: int)
         weights = masked(weights.detach(), mask).to(values.dtype)
         values = torch.where(weights == 0, 0.0, values * weights)
     return values.sum() / denominator
+
+
+def as_loss(
+    surrogate: Tensor,
+    weights: Tensor | None,
+    given: Tensor,
+    mask: Tensor,
+    denominator: int,
+    log_ratio: Tensor,
+    clipped: Tensor | None,
+    ratio: Tensor | None = None,
+) -> LossOutput:
+    """The loss of a surrogate that is to grow, 0 outside of the mask, with the usual metrics;
+    ``mask`` is what was ``given`` without impossible tokens, ``clipped`` tokens are those outside
+    of a range around ratio 1."""
+    metrics, maxima = distance(log_ratio, mask, denominator)
+    metrics["infinite_logprobs"] = (given & ~mask).sum() / denominator
+    if clipped is not None:
+        assert ratio is not None
+        high = clipped & (ratio > 1)
+        fractions = {"": clipped, "_low": clipped & ~high, "_high": high}
+        own = {f"clip_fraction{side}": x.sum() / denominator for side, x in fractions.items()}
+        metrics = {**own, **metrics}
+    return LossOutput(-mean(surrogate, weights, mask, denominator), metrics, maxima)

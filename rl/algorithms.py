@@ -171,6 +171,7 @@ class Recipe:
     settings: Mapping[str, Any]
     aggregation: Aggregation = "token"
     pulled: bool = False  # its loss pulls towards the policy that sampled
+    whole: bool = False  # its ratio is one of sequences, and so is the advantage that it weighs
     compares: bool = True  # its advantages compare siblings: a group of one has none
     ratio: bool = True  # its loss compares the policy with the one that sampled
     extra_rounds: int = 0
@@ -199,6 +200,11 @@ class Recipe:
         rounds = self.extra_rounds if config.extra_rounds is None else config.extra_rounds
         correction = self._correction(config)
         pull = _pull(config)
+        if self.whole and pull is not None and pull.where == "reward":
+            raise UserError(
+                f"algorithm.kl_in=reward does not go with algorithm.name={config.name}, which has "
+                "no advantages of tokens: set algorithm.kl_in=loss"
+            )
         acting = self.advantages is None or self.pulled
         acting = acting or config.entropy > 0 or config.kl > 0
         of_rewards = self.advantages and partial(self.advantages, **advantage)
@@ -256,6 +262,12 @@ class Recipe:
             raise UserError(
                 f"algorithm.correction={config.correction} does not go with algorithm.name="
                 f"{config.name}, which pulls towards the policy that sampled: leave it out"
+            )
+        if self.whole and config.correction in corrections.MASKS_OF_TOKENS:
+            raise UserError(
+                f"algorithm.correction={config.correction} does not go with algorithm.name="
+                f"{config.name}, whose ratio is one of sequences that tokens cannot leave: set "
+                "algorithm.correction=sequence_mask"
             )
         function = corrections.CORRECTIONS[config.correction]
         usual = inspect.signature(function).parameters
@@ -376,7 +388,8 @@ ALGORITHMS: dict[str, Recipe] = {
         relative, losses.dapo, GROUP | CLIP | CREDIT | {"clip_high": 0.28}, extra_rounds=2
     ),
     "gspo": Recipe(
-        relative, losses.gspo, GROUP | {"clip_low": 3e-4, "clip_high": 4e-4}, "sequence"
+        *(relative, losses.gspo, GROUP | {"clip_low": 3e-4, "clip_high": 4e-4}, "sequence"),
+        whole=True,
     ),
     "cispo": Recipe(relative, losses.cispo, GROUP | CREDIT | {"clip_low": 1.0, "clip_high": 4.0}),
     "sapo": Recipe(

@@ -35,6 +35,7 @@ class BatchStats:
     groups_left_out: int
     trajectories: int
     without_reward: int  # failed, or a reward that is not finite: masked, never a reward of 0
+    without_tokens: int  # with a reward, but nothing to train: compared with nobody
     reward_mean: float
     success: float
     trained_tokens: int
@@ -59,6 +60,7 @@ class BatchStats:
             "groups_left_out": self.groups_left_out,
             "trajectories": self.trajectories,
             "episodes_without_reward": self.without_reward,
+            "episodes_without_tokens": self.without_tokens,
             "reward_mean": self.reward_mean,
             "train_success": self.success,
             "trained_tokens": self.trained_tokens,
@@ -77,7 +79,8 @@ def samples_of_groups(
     """Samples of each group that can be learned from, and statistics over all of them.
 
     Siblings belong together by task id, in whatever order or pieces they arrive. Episodes that
-    failed are left out. So are groups in which every advantage is 0, which would only dilute the
+    failed are left out, and so are those without a token to train, from the baseline of their group
+    too. So are groups in which every advantage is 0, which would only dilute the
     token mean, unless they are ``"counted"``: a mean over sequences divides by theirs too, but all
     are left out where no group has an advantage. If ``"learned"`` none is left out, nor without
     ``advantages``: then samples have rewards, for a critic. A kind of task that is ``taught`` by
@@ -91,13 +94,15 @@ def samples_of_groups(
         by_task.setdefault(group.task_id, []).extend(group.trajectories)
     siblings = [sorted(by_task[task], key=lambda t: t.sibling) for task in sorted(by_task)]
     trajectories = [t for group in siblings for t in group]
-    rewards = np.array([_reward(t) for t in trajectories])
+    told = np.array([_reward(t) for t in trajectories])
+    trained = np.array([t.loss_mask[1:].any() for t in trajectories], np.bool_)
+    rewards = np.where(trained, told, math.nan)
     ids = np.repeat(np.arange(len(siblings)), [len(group) for group in siblings])
-    valid = np.isfinite(rewards)
+    given, valid = np.isfinite(told), np.isfinite(rewards)
     extra, shaped, over = _shaped(trajectories, ids, rewards, shaping)
     values = _advantages(trajectories, ids, rewards, extra, advantages, credit)
     teach = [bool(v.any()) or taught(t.kind) for v, t in zip(values, trajectories, strict=True)]
-    some = any(teach)
+    some = any(t for t, v in zip(teach, valid, strict=True) if v)
     everything = advantages is None or flat == "learned" or (flat == "counted" and some)
     equal_rewards = 0
     kept: list[list[Sample]] = []
@@ -112,21 +117,20 @@ def samples_of_groups(
         samples = [_sample(int(i), trajectories[i], values[i]) for i in members]
         if advantages is None:
             samples = [_with_rewards(s, trajectories[s.id], extra[s.id]) for s in samples]
-        samples = [sample for sample in samples if sample.loss_mask.any()]
         for sample in samples:
             versions.update(
                 trajectories[sample.id].versions[: len(sample)][sample.loss_mask].tolist()
             )
-        if samples:
-            kept.append(samples)
+        kept.append(samples)
     stats = BatchStats(
         groups=len(siblings),
         groups_without_variance=equal_rewards,
         groups_left_out=len(siblings) - len(kept),
         trajectories=len(trajectories),
-        without_reward=int((~valid).sum()),
-        reward_mean=float(rewards[valid].mean()) if valid.any() else math.nan,
-        success=_mean([t.success for t, v in zip(trajectories, valid, strict=True) if v]),
+        without_reward=int((~given).sum()),
+        without_tokens=int((given & ~valid).sum()),
+        reward_mean=_mean(told[given].tolist()),
+        success=_mean([t.success for t, v in zip(trajectories, given, strict=True) if v]),
         trained_tokens=sum(int(s.loss_mask.sum()) for group in kept for s in group),
         tokens_of_version=dict(versions),
         shaping=_mean(extra[valid].tolist()) if shaped else None,
@@ -287,6 +291,7 @@ def _pack(samples: Sequence[Sample]) -> MicroBatch:
             behavior_logprobs=two,
             advantages=two,
             sequence_ids=np.full(2, -1, np.int64),
+            kinds=("",),
             padding=True,
         )
     lengths = [len(s) for s in samples]

@@ -4,8 +4,9 @@ The behaviour policy sampled (its log-probs come with the rollout: older weights
 another engine's arithmetic); the proximal policy is the learner before the update. Every function
 takes ``(proximal_logprobs, behavior_logprobs, mask, *, sequence_ids, denominator, low, high)``,
 all arrays per token [T], and gives weights without gradient and what it removed. Ratios are
-proximal / behaviour and weigh a loss whose own ratio is policy / proximal (`decoupled`). A ratio
-that is NaN stays NaN: a fault is not a token to be removed.
+proximal / behaviour and weigh a loss whose own ratio is policy / proximal (`decoupled`). A token
+that either policy never gives (`ratio.possible`) has no ratio: it counts as removed, and is no part
+of that of its sequence. A ratio that is NaN stays NaN: a fault is not a token to be removed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .ratio import bounded, check, difference, distance, masked, sequence_means, sequence_sums
+from .ratio import (
+    bounded,
+    check,
+    difference,
+    distance,
+    masked,
+    possible,
+    sequence_means,
+    sequence_sums,
+)
 from .types import LossOutput
 
 
@@ -49,8 +59,8 @@ def token_truncate(
 
     V-trace, arXiv:1802.01561 equation 1, and TIS of Yao et al. 2025 for the mismatch of engines.
     """
-    own = _difference(proximal_logprobs, behavior_logprobs, mask, sequence_ids)
-    return _truncated(_ratio(own), mask, denominator, low, high)
+    own, known = _difference(proximal_logprobs, behavior_logprobs, mask, sequence_ids)
+    return _truncated(_ratio(own), mask, known, denominator, low, high)
 
 
 def token_mask(
@@ -64,8 +74,8 @@ def token_mask(
     high: float = 2.0,
 ) -> Correction:
     """Masked importance sampling of tokens: the ratio where it is in range, else 0."""
-    own = _difference(proximal_logprobs, behavior_logprobs, mask, sequence_ids)
-    return _windowed(_ratio(own), mask, denominator, low, high)
+    own, known = _difference(proximal_logprobs, behavior_logprobs, mask, sequence_ids)
+    return _windowed(_ratio(own), mask, known, denominator, low, high)
 
 
 def icepop(
@@ -79,8 +89,8 @@ def icepop(
     high: float = 5.0,
 ) -> Correction:
     """The window of IcePop (Ring-1T, arXiv:2510.18855): `token_mask` with two ends."""
-    own = _difference(proximal_logprobs, behavior_logprobs, mask, sequence_ids)
-    return _windowed(_ratio(own), mask, denominator, low, high)
+    own, known = _difference(proximal_logprobs, behavior_logprobs, mask, sequence_ids)
+    return _windowed(_ratio(own), mask, known, denominator, low, high)
 
 
 def sequence_truncate(
@@ -94,9 +104,9 @@ def sequence_truncate(
     high: float = 2.0,
 ) -> Correction:
     """Truncated importance sampling of sequences: the product of ratios, clipped, on each token."""
-    own = _difference(proximal_logprobs, behavior_logprobs, mask, sequence_ids)
-    whole = sequence_sums(own, mask, sequence_ids)[0].to(own.dtype)
-    return _truncated(_ratio(whole), mask, denominator, low, high)
+    own, known = _difference(proximal_logprobs, behavior_logprobs, mask, sequence_ids)
+    whole = sequence_sums(own, known, sequence_ids)[0].to(own.dtype)
+    return _truncated(_ratio(whole), mask, known, denominator, low, high)
 
 
 def sequence_mask(
@@ -113,9 +123,9 @@ def sequence_mask(
 
     The default of TRL 1.16, with its cap.
     """
-    own = _difference(proximal_logprobs, behavior_logprobs, mask, sequence_ids)
-    whole = sequence_sums(own, mask, sequence_ids)[0].to(own.dtype)
-    return _windowed(_ratio(whole), mask, denominator, low, high)
+    own, known = _difference(proximal_logprobs, behavior_logprobs, mask, sequence_ids)
+    whole = sequence_sums(own, known, sequence_ids)[0].to(own.dtype)
+    return _windowed(_ratio(whole), mask, known, denominator, low, high)
 
 
 def sequence_reject(
@@ -132,10 +142,10 @@ def sequence_reject(
 
     The mean over tokens, unlike the product, does not grow with length.
     """
-    own = _difference(proximal_logprobs, behavior_logprobs, mask, sequence_ids)
-    ratio = _ratio(sequence_means(own, mask, sequence_ids))
+    own, known = _difference(proximal_logprobs, behavior_logprobs, mask, sequence_ids)
+    ratio = _ratio(sequence_means(own, known, sequence_ids))
     kept = torch.where(ratio.isnan(), ratio, 1.0)
-    return _windowed(ratio, mask, denominator, low, high, inside=kept)
+    return _windowed(ratio, mask, known, denominator, low, high, inside=kept)
 
 
 CORRECTIONS: dict[str, CorrectionFunction] = {
@@ -146,6 +156,7 @@ CORRECTIONS: dict[str, CorrectionFunction] = {
     "sequence_mask": sequence_mask,
     "sequence_reject": sequence_reject,
 }
+MASKS_OF_TOKENS = ("token_mask", "icepop")  # take tokens out of sequences
 
 
 def decoupled(
@@ -172,15 +183,20 @@ def decoupled(
     whole = {"sequence_ids": sequence_ids, "denominator": denominator}
     made = correction(proximal_logprobs, behavior_logprobs, mask, **whole)
     both = made.weights if weights is None else made.weights * weights
-    out = loss(logprobs, proximal_logprobs, advantages, mask, weights=both, **whole)
-    log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
-    metrics, maxima = distance(log_ratio, mask, denominator)
+    known = possible(logprobs, behavior_logprobs, mask) & ~proximal_logprobs.isinf()
+    out = loss(logprobs, proximal_logprobs, advantages, known, weights=both, **whole)
+    metrics, maxima = distance(difference(logprobs, behavior_logprobs, known), known, denominator)
+    metrics["infinite_logprobs"] = (mask & ~known).sum() / denominator
     return LossOutput(out.loss, {**out.metrics, **metrics, **made.metrics}, maxima)
 
 
-def _difference(proximal: Tensor, behavior: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+def _difference(
+    proximal: Tensor, behavior: Tensor, mask: Tensor, sequence_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-ratios, and the tokens that have one."""
     check(proximal, behavior, mask, sequence_ids)
-    return difference(proximal.detach(), behavior.detach(), mask)
+    known = possible(proximal, behavior, mask)
+    return difference(proximal.detach(), behavior.detach(), known), known
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
@@ -188,14 +204,16 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 
 def _truncated(
-    ratio: Tensor, mask: Tensor, denominator: int, low: float, high: float
+    ratio: Tensor, mask: Tensor, known: Tensor, denominator: int, low: float, high: float
 ) -> Correction:
-    return _correction(ratio.clamp(low, high), _outside(ratio, low, high), mask, denominator)
+    outside = _outside(ratio, low, high)
+    return _correction(ratio.clamp(low, high), outside, mask, known, denominator)
 
 
 def _windowed(
     ratio: Tensor,
     mask: Tensor,
+    known: Tensor,
     denominator: int,
     low: float,
     high: float,
@@ -203,17 +221,19 @@ def _windowed(
 ) -> Correction:
     outside = _outside(ratio, low, high)
     kept = torch.where(outside, 0.0, ratio if inside is None else inside)
-    return _correction(kept, outside, mask, denominator)
+    return _correction(kept, outside, mask, known, denominator)
 
 
 def _outside(ratio: Tensor, low: float, high: float) -> Tensor:
     return (ratio < low) | (ratio > high)
 
 
-def _correction(weights: Tensor, removed: Tensor, mask: Tensor, denominator: int) -> Correction:
-    weights = masked(weights, mask)
+def _correction(
+    weights: Tensor, outside: Tensor, mask: Tensor, known: Tensor, denominator: int
+) -> Correction:
+    weights = masked(weights, known)
     metrics = {
-        "correction_removed": (removed & mask).sum() / denominator,
+        "correction_removed": ((outside | ~known) & mask).sum() / denominator,
         "correction_weight": weights.sum() / denominator,
     }
     return Correction(weights, metrics)

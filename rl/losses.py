@@ -7,24 +7,35 @@ outside of it may be anything, NaN included. The loss is a sum over tokens divid
 add up to the token mean. ``weights`` [T] without gradient multiply the loss of each token; other
 means (`aggregation.token_weights`) and corrections (`corrections`) are given that way, and None
 is 1; a token of weight 0 has no loss of its own, whatever it is. Sequences must be whole within a
-call where a ratio is one of sequences.
+call where a ratio is one of sequences. A token with a log-prob of -inf, to the policy or to the one
+that sampled, is taken out as one of weight 0 is (`ratio.possible`), and ``infinite_logprobs`` is
+the share of such tokens.
 
-Metrics of all that compare two policies: ``ratio``, ``log_ratio_abs`` and ``log_ratio_max``
-(distance of learner and sampler log-probs), ``kl`` (of the sampler from the learner, the estimator
-ratio - 1 - log ratio); of those that clip, ``clip_fraction`` (trained tokens outside of the range,
-but for those of weight 0), of which ``clip_fraction_low`` were below it and ``clip_fraction_high``
-above.
+Metrics of all that compare two policies: ``ratio``, ``log_ratio_abs`` (distance of learner and
+sampler log-probs), ``kl`` (of the sampler from the learner, the estimator ratio - 1 - log ratio),
+and the largest ``ratio_max``, ``log_ratio_max``, ``kl_max``; of those that clip, ``clip_fraction``
+(trained tokens outside of the range, but for those of weight 0), of which ``clip_fraction_low``
+were below it and ``clip_fraction_high`` above.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .aggregation import held, mean
-from .ratio import bounded, check, difference, distance, masked, sequence_means, sequence_sums
+from .aggregation import as_loss, held, mean
+from .ratio import (
+    bounded,
+    check,
+    difference,
+    limited,
+    masked,
+    possible,
+    sequence_means,
+    sequence_sums,
+)
 from .types import LossOutput
 
 
@@ -50,6 +61,7 @@ def ppo_clip(
     term of GRPO (`penalties.kl_loss`).
     """
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    given, mask = mask, possible(logprobs, behavior_logprobs, mask)
     log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
     ratio = masked(log_ratio, held(mask, weights)).exp()
     advantages = masked(advantages, mask)
@@ -59,7 +71,7 @@ def ppo_clip(
         floor = dual_clip * advantages
         surrogate = torch.where(advantages < 0, torch.maximum(surrogate, floor), surrogate)
     clipped = surrogate != free
-    return _output(surrogate, weights, mask, denominator, log_ratio, clipped, ratio)
+    return as_loss(surrogate, weights, given, mask, denominator, log_ratio, clipped, ratio)
 
 
 def gspo(
@@ -81,6 +93,7 @@ def gspo(
     over sequences is ``aggregation="sequence"``; the plain sum weighs sequences by their length.
     """
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    given, mask = mask, possible(logprobs, behavior_logprobs, mask)
     own = difference(logprobs, behavior_logprobs, mask)
     whole = bounded(sequence_means(own, mask, sequence_ids))
     ratio = masked(whole, held(mask, weights)).exp()
@@ -88,7 +101,7 @@ def gspo(
     free = ratio * advantages
     surrogate = torch.minimum(free, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     clipped = surrogate != free
-    return _output(surrogate, weights, mask, denominator, bounded(own), clipped, ratio)
+    return as_loss(surrogate, weights, given, mask, denominator, bounded(own), clipped, ratio)
 
 
 def cispo(
@@ -110,13 +123,14 @@ def cispo(
     of ScaleRL that TRL's documents recommend.
     """
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    given, mask = mask, possible(logprobs, behavior_logprobs, mask)
     log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
     ratio = log_ratio.detach().exp()
     factor = ratio.clamp(1 - clip_low, 1 + clip_high)
     kept = held(mask, weights)
     surrogate = factor * masked(advantages, mask) * masked(logprobs, kept)
     outside = (factor != ratio) & kept
-    return _output(surrogate, weights, mask, denominator, log_ratio, outside, ratio)
+    return as_loss(surrogate, weights, given, mask, denominator, log_ratio, outside, ratio)
 
 
 def sapo(
@@ -138,12 +152,13 @@ def sapo(
     ``tau_neg`` that of all others.
     """
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    given, mask = mask, possible(logprobs, behavior_logprobs, mask)
     log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
     advantages = masked(advantages, mask)
     ratio = masked(log_ratio, held(mask, weights)).exp()
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-    return _output(gate * advantages, weights, mask, denominator, log_ratio, None)
+    return as_loss(gate * advantages, weights, given, mask, denominator, log_ratio, None)
 
 
 def k25(
@@ -163,18 +178,20 @@ def k25(
 
     K2.5, arXiv:2602.02276 equation 1, which K3 uses too. Unlike in PPO the window ignores the sign
     of A: outside of it no token gets a policy gradient, but all feel the pull to the policy that
-    sampled. Window and tau are not published; these are ours. The log-ratio of the pull has no
-    bound, as in the paper: an infinite one is a gradient that is not finite, and the step is
-    skipped.
+    sampled. Window and tau are not published; these are ours. Value and slope of the pull stop
+    growing at 20 nats (`ratio.limited`), which the paper does not say.
     """
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    given, mask = mask, possible(logprobs, behavior_logprobs, mask)
     log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
     own = difference(logprobs, behavior_logprobs, held(mask, weights))
     ratio = bounded(own).exp()
     window = ratio.clamp(1 - clip_low, 1 + clip_high)
-    surrogate = window * masked(advantages, mask) - tau * own.square()
+    apart = limited(own)
+    pull = apart.square() + 2 * apart * (own - own.detach())
+    surrogate = window * masked(advantages, mask) - tau * pull
     outside = window != ratio
-    return _output(surrogate, weights, mask, denominator, log_ratio, outside, ratio)
+    return as_loss(surrogate, weights, given, mask, denominator, log_ratio, outside, ratio)
 
 
 def k15(
@@ -193,14 +210,20 @@ def k15(
     K1.5, arXiv:2501.12599 equation 3, whose gradient it has; A log pi(y) is written A R, which
     differs by a constant. R is a sum over tokens. tau is ours. A sequence's loss is spread over
     its tokens, so the plain sum is the paper's mean over sequences divided by their mean length.
-    Tokens of weight 0 are no part of R.
+    Tokens of weight 0 are no part of R. The pull stops growing at an R of 20 nats
+    (`ratio.limited`).
     """
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    given, mask = mask, possible(logprobs, behavior_logprobs, mask)
     log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
-    own = difference(logprobs, behavior_logprobs, held(mask, weights))
-    whole = sequence_sums(own, mask, sequence_ids)[0].to(own.dtype)
-    surrogate = masked(advantages, mask) * own - tau / 2 * own * whole
-    return _output(surrogate, weights, mask, denominator, log_ratio, None)
+    kept = held(mask, weights)
+    own = difference(logprobs, behavior_logprobs, kept)
+    whole, count = sequence_sums(own.detach(), kept, sequence_ids)
+    apart = limited(whole)
+    pull = (masked(apart.square() / count, kept) / 2).to(own.dtype)
+    pull = pull + apart.to(own.dtype) * (own - own.detach())
+    surrogate = masked(advantages, mask) * own - tau * pull
+    return as_loss(surrogate, weights, given, mask, denominator, log_ratio, None)
 
 
 def reinforce(
@@ -219,17 +242,112 @@ def reinforce(
     with a leave-one-out baseline.
     """
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    given, mask = mask, possible(logprobs, behavior_logprobs, mask)
     log_ratio = bounded(difference(logprobs, behavior_logprobs, mask))
     surrogate = masked(advantages, mask) * masked(logprobs, held(mask, weights))
-    return _output(surrogate, weights, mask, denominator, log_ratio, None)
+    return as_loss(surrogate, weights, given, mask, denominator, log_ratio, None)
 
 
-# The same loss under the name of the algorithm it serves; they differ in advantages and means.
-grpo = ppo_clip
-dr_grpo = ppo_clip
-reinforce_pp = ppo_clip
-dapo = partial(ppo_clip, clip_high=0.28)  # arXiv:2503.14476 section 4.1
-rloo = reinforce
+def grpo(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    sequence_ids: Tensor,
+    denominator: int,
+    weights: Tensor | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> LossOutput:
+    """``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)``, A within groups.
+
+    GRPO, arXiv:2402.03300 equation 3, whose mean over sequences is ``aggregation="sequence"`` and
+    whose KL term is `penalties.kl_loss`.
+    """
+    own = (logprobs, behavior_logprobs, advantages, mask)
+    whole: Any = {"sequence_ids": sequence_ids, "denominator": denominator, "weights": weights}
+    return ppo_clip(*own, **whole, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def dr_grpo(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    sequence_ids: Tensor,
+    denominator: int,
+    weights: Tensor | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> LossOutput:
+    """The loss of `grpo` on ``A = reward - mean``: Dr. GRPO, arXiv:2503.20783 section 3.2.
+
+    Its division by a constant in place of lengths is ``aggregation="constant"``.
+    """
+    own = (logprobs, behavior_logprobs, advantages, mask)
+    whole: Any = {"sequence_ids": sequence_ids, "denominator": denominator, "weights": weights}
+    return ppo_clip(*own, **whole, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def dapo(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    sequence_ids: Tensor,
+    denominator: int,
+    weights: Tensor | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = None,
+) -> LossOutput:
+    """The loss of `grpo` with ``clip_high > clip_low``: DAPO, arXiv:2503.14476 equation 10.
+
+    The range is that of its section 4.1; other rounds of sampling (equation 11) and punished
+    length (13) are no part of a loss.
+    """
+    own = (logprobs, behavior_logprobs, advantages, mask)
+    whole: Any = {"sequence_ids": sequence_ids, "denominator": denominator, "weights": weights}
+    return ppo_clip(*own, **whole, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def reinforce_pp(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    sequence_ids: Tensor,
+    denominator: int,
+    weights: Tensor | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> LossOutput:
+    """The loss of `ppo_clip` on ``A = (A' - mean) / std`` over the batch, arXiv:2501.03262."""
+    own = (logprobs, behavior_logprobs, advantages, mask)
+    whole: Any = {"sequence_ids": sequence_ids, "denominator": denominator, "weights": weights}
+    return ppo_clip(*own, **whole, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def rloo(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    sequence_ids: Tensor,
+    denominator: int,
+    weights: Tensor | None = None,
+) -> LossOutput:
+    """``-A * logprob`` with ``A = reward - mean of the others``: RLOO, arXiv:2402.14740."""
+    own = (logprobs, behavior_logprobs, advantages, mask)
+    return reinforce(*own, sequence_ids=sequence_ids, denominator=denominator, weights=weights)
 
 
 def nll(
@@ -244,8 +362,10 @@ def nll(
 ) -> LossOutput:
     """Negative log-likelihood in nats per trained token; behaviour and advantages are unused."""
     check(logprobs, behavior_logprobs, advantages, mask, sequence_ids)
+    given, mask = mask, possible(logprobs, logprobs, mask)
     kept = masked(logprobs, held(mask, weights))
-    return LossOutput(-mean(kept, weights, mask, denominator), metrics={})
+    metrics = {"infinite_logprobs": (given & ~mask).sum() / denominator}
+    return LossOutput(-mean(kept, weights, mask, denominator), metrics)
 
 
 def value_loss(
@@ -277,24 +397,3 @@ def value_loss(
             "value_clip_fraction": clipped.sum() / denominator,
         },
     )
-
-
-def _output(
-    surrogate: Tensor,
-    weights: Tensor | None,
-    mask: Tensor,
-    denominator: int,
-    log_ratio: Tensor,
-    clipped: Tensor | None,
-    ratio: Tensor | None = None,
-) -> LossOutput:
-    """The loss of a surrogate that is to grow, 0 outside of the mask, with the usual metrics;
-    ``clipped`` tokens are those outside of a range around ratio 1."""
-    metrics, maxima = distance(log_ratio, mask, denominator)
-    if clipped is not None:
-        assert ratio is not None
-        high = clipped & (ratio > 1)
-        fractions = {"": clipped, "_low": clipped & ~high, "_high": high}
-        own = {f"clip_fraction{side}": x.sum() / denominator for side, x in fractions.items()}
-        metrics = {**own, **metrics}
-    return LossOutput(-mean(surrogate, weights, mask, denominator), metrics, maxima)

@@ -1,7 +1,8 @@
 """What is added to an objective or to rewards: distance to a reference policy, and entropy.
 
 All arrays are per token, [T]; sums are divided by ``denominator``, the number of trained tokens
-of the whole optimizer step. The reference is a policy that stays as it is.
+of the whole optimizer step. The reference is a policy that stays as it is. Where a log-prob is
+infinite there is no distance (`ratio.possible`): such a token adds nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .aggregation import held, mean
-from .ratio import bounded, check, difference, masked
+from .ratio import bounded, check, difference, masked, possible
 from .types import LossOutput
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -41,6 +42,7 @@ def kl_estimate(
     negative. The gradient of an estimate is not an estimate of the gradient: see `kl_loss`.
     """
     check(logprobs, reference_logprobs, mask)
+    mask = possible(logprobs, reference_logprobs, mask)
     log_ratio = difference(logprobs, reference_logprobs.detach(), mask)
     if estimator == "k1":
         return log_ratio
@@ -67,7 +69,8 @@ def kl_loss(
     (arXiv:2506.09477). ``"own"`` is that of the estimator, as GRPO, arXiv:2402.03300 equation 4,
     has it for k3: that of k1 is 0 on average and does nothing, that of k3 is the gradient of
     KL(reference || policy). For samples of another policy give the importance ratio as
-    ``weights`` [T], without gradient.
+    ``weights`` [T], without gradient. ``reference_infinite`` is the share of tokens that either
+    policy never gives.
     """
     kept = held(mask, weights)
     value = kl_estimate(logprobs, reference_logprobs, kept, estimator=estimator)
@@ -75,9 +78,13 @@ def kl_loss(
         slope = kl_estimate(logprobs, reference_logprobs, kept, estimator="k2")
         value = value.detach() + (slope - slope.detach())
     all_of_it = kl_estimate(logprobs.detach(), reference_logprobs, mask, estimator=estimator)
+    lost = mask & ~possible(logprobs, reference_logprobs, mask)
     return LossOutput(
         loss=mean(value, weights, mask, denominator),
-        metrics={"reference_kl": all_of_it.sum() / denominator},
+        metrics={
+            "reference_kl": all_of_it.sum() / denominator,
+            "reference_infinite": lost.sum() / denominator,
+        },
     )
 
 
@@ -101,19 +108,24 @@ def kl_reward(
 def to_go(rewards: Tensor, sequence_ids: Tensor) -> Tensor:
     """For every token the sum of ``rewards`` from it to the end of its sequence [T].
 
-    Sequences lie end to end, each whole.
+    Sequences lie end to end, each whole; ValueError if one does not.
     """
     check(rewards, sequence_ids)
-    lengths = torch.unique_consecutive(sequence_ids, return_counts=True)[1].tolist()
+    names, counts = torch.unique_consecutive(sequence_ids, return_counts=True)
+    if len(names.unique()) < len(names):
+        raise ValueError("sequence_ids: tokens of one sequence lie apart; sort them by sequence")
+    lengths = counts.tolist()
     # Not the difference of sums over all: a NaN would reach every sequence before it.
     parts = [part.flip(0).cumsum(0).flip(0) for part in rewards.double().split(lengths)]
     return torch.cat([rewards[:0], *parts]).to(rewards.dtype)
 
 
 def sampled_weights(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Ratios of the policy to the one that sampled, at most `MAX_WEIGHT`, without gradient [T]."""
-    log_ratio = difference(logprobs.detach(), behavior_logprobs, mask)
-    return bounded(log_ratio).exp().clamp(max=MAX_WEIGHT)
+    """Ratios of the policy to the one that sampled, at most `MAX_WEIGHT`, without gradient [T]; 0
+    for a token that either never gives."""
+    known = possible(logprobs, behavior_logprobs, mask)
+    ratio = bounded(difference(logprobs.detach(), behavior_logprobs, known)).exp()
+    return torch.where(mask & ~known, 0.0, ratio.clamp(max=MAX_WEIGHT))
 
 
 def entropy_bonus(entropy: Tensor, mask: Tensor, *, denominator: int) -> LossOutput:

@@ -1,7 +1,8 @@
 """How far two policies are apart on sampled tokens: ratios per token and per sequence.
 
 All arrays are per token, [T]. What stands outside of ``mask`` may be anything, NaN included, and
-gets a gradient of exactly 0.
+gets a gradient of exactly 0. A log-prob of -inf under the mask is a token that a policy never
+gives: it has no ratio, and `possible` takes it out. NaN stays: that is a fault, which must show.
 """
 
 from __future__ import annotations
@@ -18,10 +19,20 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, torch.zeros_like(values))
 
 
+def possible(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+    """The mask without tokens whose log-prob is infinite to either policy."""
+    return mask & ~logprobs.isinf() & ~reference.isinf()
+
+
 def bounded(log_ratio: Tensor) -> Tensor:
     """The log-ratio where its exponential is far from overflow, else `MAX_LOG_RATIO`."""
     # Not clamp: that would turn a NaN into a gradient of 0, and the fault would go unseen.
     return torch.minimum(log_ratio, log_ratio.new_tensor(MAX_LOG_RATIO))
+
+
+def limited(log_ratio: Tensor) -> Tensor:
+    """The log-ratio within `MAX_LOG_RATIO` on both sides, without gradient; NaN stays."""
+    return log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def difference(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
@@ -50,19 +61,27 @@ def sequence_means(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor
 def distance(
     log_ratio: Tensor, mask: Tensor, denominator: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Metrics and maxima of a bounded log-ratio that is 0 outside of the mask.
+    """Metrics and maxima of a log-ratio that is 0 outside of the mask, within `MAX_LOG_RATIO`.
 
     ``ratio``, ``log_ratio_abs``, ``kl`` (of the reference from the policy, the estimator
-    ratio - 1 - log ratio) are sums over tokens divided by ``denominator``; ``log_ratio_max``.
+    ratio - 1 - log ratio) are sums over tokens divided by ``denominator``; ``log_ratio_max``,
+    ``ratio_max`` and ``kl_max`` the largest of them, 0 without tokens.
     """
-    log_ratio = log_ratio.detach()
+    log_ratio = limited(log_ratio)
     ratio = log_ratio.exp()
-    metrics = {
-        "ratio": masked(ratio, mask).sum() / denominator,
-        "log_ratio_abs": log_ratio.abs().sum() / denominator,
-        "kl": (ratio - 1 - log_ratio).sum() / denominator,
+    each = {
+        "ratio": masked(ratio, mask),
+        "log_ratio": log_ratio.abs(),
+        "kl": ratio - 1 - log_ratio,
     }
-    return metrics, {"log_ratio_max": log_ratio.abs().max()}
+    metrics = {
+        "ratio": each["ratio"].sum() / denominator,
+        "log_ratio_abs": each["log_ratio"].sum() / denominator,
+        "kl": each["kl"].sum() / denominator,
+    }
+    # Beside a 0: there may be no token at all.
+    maxima = {f"{k}_max": torch.cat([x, x.new_zeros(1)]).max() for k, x in each.items()}
+    return metrics, maxima
 
 
 def check(first: Tensor, *others: Tensor) -> None:

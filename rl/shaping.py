@@ -52,7 +52,9 @@ class Shaping:
         """Rewards as they are learned from, fp64 [N]; ``budgets`` [N] as `budgets` makes them."""
         rewards = rewards.double()
         if self.length_reward:
-            rewards = rewards + self.length_reward * length_reward(lengths, correct, group_ids)
+            rewards = rewards + self.length_reward * length_reward(
+                lengths, correct, group_ids, rewards.isfinite()
+            )
         if self.limit is not None:
             rewards = rewards + overlong(lengths, limit=self.limit, buffer=self.buffer)
         return budgeted(rewards, lengths, budgets=budgets)
@@ -82,16 +84,18 @@ def budgeted(rewards: Tensor, lengths: Tensor, *, budgets: Tensor) -> Tensor:
     return torch.where(over, torch.full_like(rewards, -1.0), rewards)
 
 
-def length_reward(lengths: Tensor, correct: Tensor, group_ids: Tensor) -> Tensor:
+def length_reward(lengths: Tensor, correct: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """K1.5's length reward, to be added to rewards: 0.5 for the shortest of a group down to -0.5
     for the longest, and for wrong answers at most 0; 0 where all are equally long.
 
-    arXiv:2501.12599 section 2.3.3; ``correct`` is bool.
+    arXiv:2501.12599 section 2.3.3; ``correct`` is bool. Only ``valid`` members, bool too, are
+    compared; the others get 0.
     """
-    assert lengths.ndim == 1 and lengths.shape == correct.shape == group_ids.shape
+    assert lengths.ndim == 1
+    assert lengths.shape == correct.shape == group_ids.shape == valid.shape
     values = torch.zeros(lengths.shape, dtype=torch.float64, device=lengths.device)
-    for group in torch.unique(group_ids):
-        members = torch.nonzero(group_ids == group).flatten()
+    for group in torch.unique(group_ids[valid]):
+        members = torch.nonzero(valid & (group_ids == group)).flatten()
         own = lengths[members].double()
         spread = own.max() - own.min()
         if spread > 0:

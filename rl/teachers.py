@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..configs.schema import TeacherConfig
 from .advantages import distillation
-from .ratio import bounded, difference, masked
+from .ratio import bounded, difference, masked, possible
 from .reference import score
 from .types import MicroBatch
 
@@ -85,7 +85,7 @@ class Teachers:
         """Advantages [R] for the policy as it is now, and sums over tokens by ``denominator``:
         tokens that have a teacher, KL(policy || teacher) by the estimator k1, and tokens at the
         bound."""
-        own = mask & taught.known
+        own = possible(logprobs, logprobs, mask & taught.known)
         gap = distillation(logprobs, taught.logprobs, own, bound=self.setting.bound)
         away = bounded(difference(logprobs.detach(), taught.logprobs, own))
         at_bound = own & (gap.abs() >= self.setting.bound)

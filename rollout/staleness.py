@@ -1,28 +1,37 @@
-"""How old groups are, and which of them a run still learns from."""
+"""How old sampled tokens are, and which of them a run still learns from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from .types import Group
 
 
 def fresh(groups: Iterable[Group], version: int, max_staleness: int) -> list[Group]:
-    """The groups whose oldest sampled token lags at most ``max_staleness`` behind ``version``."""
-    kept = []
+    """The groups with what is still learned from, which is sampled at most ``max_staleness``
+    versions before ``version``.
+
+    Older tokens leave the loss, while the trajectory keeps its reward: a long episode counts by its
+    spans, not by its start. A trajectory that sampled nothing else leaves its group, and a group
+    that nobody is left of leaves too.
+    """
+    oldest = max(0, version - max_staleness)
+    kept: list[Group] = []
     for group in groups:
-        oldest = oldest_version(group)
-        if oldest is None or oldest >= version - max_staleness:
-            kept.append(group)
+        members = tuple(
+            replace(trajectory, oldest=oldest)
+            for trajectory in group.trajectories
+            if not 0 < trajectory.sampled_tokens == trajectory.tokens_before(oldest)
+        )
+        if members:
+            kept.append(replace(group, trajectories=members))
     return kept
 
 
-def oldest_version(group: Group) -> int | None:
-    """The oldest weight version that sampled a token of the group; None if nothing was sampled."""
-    versions = [
-        int(s.versions.min())
-        for t in group.trajectories
-        for s in t.segments
-        if s.sampled and len(s.versions)
-    ]
-    return min(versions, default=None)
+def stale_tokens(groups: Iterable[Group], kept: Iterable[Group]) -> int:
+    """Number of sampled tokens of ``groups`` that are too old in what `fresh` ``kept`` of them."""
+    played = [t for group in groups for t in group.trajectories]
+    left = [t for group in kept for t in group.trajectories]
+    young = sum(t.sampled_tokens - t.tokens_before(t.oldest) for t in left)
+    return sum(t.sampled_tokens for t in played) - young

@@ -87,7 +87,8 @@ class Trajectory:
 
     ``reward`` is the sum over turns, or None when the episode ended in an error (then nothing of
     it is trained). ``stop`` says why it ended, ``error`` holds class, message and traceback text.
-    ``kind`` and ``budget`` (sampled tokens) are those of its environment.
+    ``kind`` and ``budget`` (sampled tokens) are those of its environment. What weights before
+    version ``oldest`` sampled is not trained.
     """
 
     task_id: str
@@ -101,11 +102,16 @@ class Trajectory:
     error: str | None = None
     kind: str = ""
     budget: int | None = None
+    oldest: int = 0
 
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens that the policy sampled."""
         return sum(len(s.token_ids) for s in self.segments if s.sampled)
+
+    def tokens_before(self, version: int) -> int:
+        """Number of tokens that weights before ``version`` sampled."""
+        return sum(int((s.versions < version).sum()) for s in self.segments if s.sampled)
 
     @property
     def terminated(self) -> bool:
@@ -162,11 +168,9 @@ class Trajectory:
 
     @property
     def loss_mask(self) -> np.ndarray:
-        """True on sampled tokens of episodes without error, bool [T]."""
-        keep = self.reward is not None
-        return _cat(
-            [np.full(len(s.token_ids), s.sampled and keep) for s in self.segments], np.bool_
-        )
+        """True on sampled tokens of episodes without error, if they are not too old, bool [T]."""
+        versions = self.versions
+        return (versions >= self.oldest) & (self.reward is not None)
 
     @property
     def logprobs(self) -> np.ndarray:

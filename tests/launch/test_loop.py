@@ -211,6 +211,7 @@ def test_a_group_that_is_too_old_is_dropped_and_counted(
     train._loop(job)
     assert seen == learned
     assert job.recorder.rows[-1]["train/groups_stale"] == 3 - len(learned)
+    assert job.recorder.rows[-1]["train/tokens_stale"] == 2 * (3 - len(learned))
     assert f"0 failed episodes, {3 - len(learned)} stale groups" in capsys.readouterr().out
 
 
@@ -275,10 +276,7 @@ def test_rewards_are_equal_when_the_learner_says_so(
     assert rewards[0] != rewards[1]
     job = start(Pool())
     job.run.step = 1
-    pair = tuple(
-        Trajectory("t", i, (), (reward,), reward, False, StopReason.TERMINATED, 1)
-        for i, reward in enumerate(rewards)
-    )
+    pair = tuple(two_tokens("t", reward, sibling=i) for i, reward in enumerate(rewards))
     groups = [Group("t", pair)]
     kept, counts = samples_of_groups(groups[stale:], make_algorithm(AlgorithmConfig()).advantages)
     assert kept == []

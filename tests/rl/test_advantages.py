@@ -47,12 +47,19 @@ def test_the_unit_of_rewards_does_not_matter(unit: float) -> None:
 
 @pytest.mark.parametrize("unit", [1.0, 1000.0])
 def test_rewards_closer_than_fp32_tells_apart_are_equal(unit: float) -> None:
-    """A millionth of the largest; and 1e-12 where terms of order one cancel."""
+    """Four steps of fp32 by the largest; and 1e-12 where terms of order one cancel."""
     zeros = torch.zeros(2, dtype=torch.int64)
-    for given, least in ((unit, unit * 1e-6), (0.0, 1e-12)):
+    for given, least in ((unit, unit * 2**-21), (0.0, 1e-12)):
         for part, want in ((0.995, [0.0, 0.0]), (1.005, [-1.0, 1.0])):
             rewards = torch.tensor([given, given + least * part], dtype=torch.float64)
             assert group_relative(rewards, zeros).tolist() == pytest.approx(want)
+
+
+def test_a_small_spread_of_large_rewards_is_a_spread() -> None:
+    rewards = torch.tensor([1e6, 1e6 + 0.5, 1e6 + 1], dtype=torch.float64)
+    got = group_relative(rewards, torch.zeros(3, dtype=torch.int64)).tolist()
+    assert got == pytest.approx([-math.sqrt(1.5), 0.0, math.sqrt(1.5)], rel=1e-6)
+    assert batch_normalised(rewards, torch.arange(3)).tolist() == pytest.approx(got)
 
 
 def test_population_deviation() -> None:
@@ -187,3 +194,14 @@ def test_a_teachers_advantage_is_bounded() -> None:
     mask = torch.tensor([True] * 4 + [False])
     got = distillation(policy, teacher, mask, bound=2.0)
     assert got.tolist() == [-0.5, 1.0, 2.0, -2.0, 0.0] and not got.requires_grad
+
+
+def test_what_the_policy_never_gives_no_teacher_praises() -> None:
+    never, yes = torch.tensor([-math.inf]), torch.tensor([True])
+    for teacher in (never, torch.tensor([-1.0])):
+        assert distillation(never, teacher, yes, bound=2.0).tolist() == [0.0]
+
+
+def test_gae_without_steps() -> None:
+    none, no = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+    assert gae(none, none, no, no, none, 1.0, 1.0).tolist() == []

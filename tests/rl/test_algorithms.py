@@ -202,7 +202,8 @@ def test_every_setting_has_an_effect_or_is_refused(name: str, setting: str) -> N
     needs = NEEDS.get(setting, [])
     plain = allowed(name, *needs)
     if plain is None:
-        refused = ("k15", "k25") if setting.startswith("correction_") else ("ppo", "gspo", "k15")
+        of_tokens = ("gspo", "k15", "k25") if setting.startswith("correction_") else ()
+        refused = of_tokens or ("ppo", "gspo", "k15")
         assert name in refused and setting in NEEDS
         return
     assert outcome(plain) == outcome(plain)
@@ -222,6 +223,7 @@ def test_every_setting_has_an_effect_or_is_refused(name: str, setting: str) -> N
             and setting not in own.settings
         )
         refused |= setting == "correction" and own.pulled
+        refused |= own.whole and value in ("token_mask", "icepop", "reward")
         refused |= setting == "distill" and "credit" not in own.settings
         assert (changed is None) == refused, value
         if changed is not None:
@@ -238,6 +240,17 @@ def test_every_setting_has_an_effect_or_is_refused(name: str, setting: str) -> N
             "algorithm.correction_low=6.0 must be below algorithm.correction_high=5.0",
         ),
         (["name=k25", "correction=icepop"], "algorithm.correction=icepop does not go with"),
+        (
+            ["name=gspo", "correction=icepop"],
+            "algorithm.correction=icepop does not go with algorithm.name=gspo, whose ratio is one "
+            "of sequences that tokens cannot leave: set algorithm.correction=sequence_mask",
+        ),
+        (["name=gspo", "correction=token_mask"], "algorithm.correction=token_mask does not go"),
+        (
+            ["name=gspo", "kl=0.1", "kl_in=reward"],
+            "algorithm.kl_in=reward does not go with algorithm.name=gspo, which has no advantages "
+            "of tokens: set algorithm.kl_in=loss",
+        ),
         (
             ["name=cispo", "dual_clip=3"],
             "algorithm.dual_clip=3.0 would have no effect with algorithm.name=cispo: leave it out, "
@@ -258,7 +271,7 @@ def test_every_correction_can_be_named() -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_travels_to_other_processes(name: str) -> None:
     """Ray pickles the loss for every rank."""
-    correction = "none" if name in ("k15", "k25") else "icepop"
+    correction = "none" if name in ("k15", "k25") else "sequence_mask"
     made = make_algorithm(
         override_config(AlgorithmConfig(), [f"name={name}", f"correction={correction}"])
     )

@@ -361,3 +361,52 @@ def test_groups_without_variance_stay_where_they_are_taught() -> None:
     kept, stats = samples_of_groups(groups, group_relative, taught="code".__eq__)
     assert [[s.kind for s in samples] for samples in kept] == [["code", "code"]]
     assert (stats.groups_without_variance, stats.groups_left_out) == (2, 1)
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn", "step"])
+@pytest.mark.parametrize("reward", [0.0, 5.0])
+def test_an_episode_without_a_token_to_train_is_compared_with_nobody(
+    credit: Any, reward: float
+) -> None:
+    """Its prompt was too long, or all that it sampled is too old; its reward is told all the
+    same."""
+    own = group("t", [1.0, 0.0]).trajectories
+    nothing = replace(trajectory("t", 2, reward), segments=(), turns=0)
+    first = replace(trajectory("t", 3, reward), segments=(sampled([3]),))  # nothing predicts it
+    old = replace(trajectory("t", 4, reward), oldest=1)
+    shape = Shaping(length_reward=1.0)
+    for extra in ([], [nothing], [first], [old], [nothing, first, old]):
+        played = Group("t", (*own, *extra))
+        for shaping in (Shaping(), shape):
+            ((a, b),), stats = samples_of_groups(
+                [played], group_relative, credit=credit, shaping=shaping
+            )
+            assert (a.advantages[-1], b.advantages[-1]) == (1.0, -1.0)
+        assert stats.metrics()["episodes_without_tokens"] == len(extra)
+        assert stats.without_reward == 0
+        assert stats.reward_mean == pytest.approx((1 + reward * len(extra)) / (2 + len(extra)))
+    alone, stats = samples_of_groups([Group("t", (own[0], nothing))], group_relative)
+    assert alone == [] and stats.groups_without_variance == 1
+    none, stats = samples_of_groups([Group("t", (nothing, nothing))], group_relative, "learned")
+    assert none == [] and stats.groups_left_out == 1 and stats.without_tokens == 2
+
+
+def test_old_spans_are_not_trained_and_rewards_stay() -> None:
+    """Of a trajectory of two turns the first was sampled too long ago."""
+    long = trajectory("t", 0, 1.0, given([1]), sampled([2, 3]), given([4]), sampled([5], version=6))
+    long = replace(long, oldest=2, turn_rewards=(0.25, 0.75))
+    other = trajectory("t", 1, 0.0, given([1]), sampled([2], version=6))
+    ((a, b),), stats = samples_of_groups([Group("t", (long, other))], group_relative)
+    assert a.loss_mask.tolist() == [False] * 4 + [True] and a.advantages[-1] == 1.0
+    assert b.advantages[-1] == -1.0 and stats.trained_tokens == 2
+    assert stats.staleness(7) == {"staleness_1": 1.0, "staleness_max": 1}
+    ((a, _),), _ = samples_of_groups([Group("t", (long, other))], None)
+    assert a.rewards is not None and a.rewards[a.loss_mask].tolist() == [0.75]
+
+
+def test_a_failed_episode_of_a_teachers_kind_keeps_no_group() -> None:
+    """Where nothing teaches, nothing is counted either: a failed episode is taught nothing."""
+    failed = Group("b", (replace(trajectory("b", 0, None), kind="x"),))
+    given = [group("a", [1.0, 1.0]), failed]
+    kept, stats = samples_of_groups(given, group_relative, "counted", taught=lambda k: k == "x")
+    assert kept == [] and stats.groups_left_out == 2

@@ -211,3 +211,35 @@ def test_weights_of_an_aggregation_multiply_those_of_the_correction() -> None:
     want = gspo(logprobs, proximal, advantages, yes, weights=own * extra, **kwargs)
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-12)
     assert got.metrics["clip_fraction"] == want.metrics["clip_fraction"]
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("which", ["proximal", "behavior", "both"])
+def test_a_token_that_a_policy_never_gives_is_removed_and_no_other(name: str, which: str) -> None:
+    never, usual = torch.tensor([-math.inf, -2.0, -1.0]), torch.tensor([-2.0, -2.0, -1.0])
+    proximal = usual if which == "behavior" else never
+    behavior = usual if which == "proximal" else never
+    yes = torch.ones(3, dtype=torch.bool)
+    whole: Any = {"sequence_ids": torch.zeros(3, dtype=torch.int64), "denominator": 3}
+    got = CORRECTIONS[name](proximal, behavior, yes, **whole)
+    assert got.weights.tolist() == [0.0, 1.0, 1.0]
+    assert float(got.metrics["correction_removed"]) == pytest.approx(1 / 3)
+    for loss in (ppo_clip, gspo, cispo, reinforce):
+        logprobs = usual.clone().requires_grad_()
+        given = (logprobs, proximal, behavior, torch.ones(3), yes)
+        out = decoupled(loss, CORRECTIONS[name], *given, **whole)
+        (gradient,) = torch.autograd.grad(out.loss, logprobs)
+        assert out.loss.isfinite() and gradient.isfinite().all() and gradient[0] == 0.0
+        assert gradient[1:].all()
+        told = [*out.metrics.values(), *out.maxima.values()]
+        assert all(value.isfinite() for value in told)
+        assert float(out.metrics["infinite_logprobs"]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_without_tokens_there_is_nothing_to_correct(name: str) -> None:
+    none, no = torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.bool)
+    whole: Any = {"sequence_ids": torch.zeros(0, dtype=torch.int64), "denominator": 1}
+    out = decoupled(ppo_clip, CORRECTIONS[name], none, none, none, none, no, **whole)
+    assert out.loss.item() == 0.0
+    assert all(float(v) == 0.0 for v in [*out.metrics.values(), *out.maxima.values()])

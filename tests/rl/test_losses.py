@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from farhorizon.rl import losses
 from farhorizon.rl.losses import (
     cispo,
+    dapo,
+    dr_grpo,
     grpo,
     gspo,
     k15,
     k25,
     nll,
+    ppo_clip,
     reinforce,
+    reinforce_pp,
+    rloo,
     sapo,
     value_loss,
 )
 from farhorizon.rl.types import LossOutput
+
+ALL = [ppo_clip, grpo, dr_grpo, dapo, reinforce_pp, gspo, cispo, sapo, k25, k15, reinforce, rloo]
 
 
 def _grpo(advantage: float, ratio: float, **kwargs: Any) -> tuple[float, float, float]:
@@ -159,3 +168,106 @@ def test_clipping_is_told_by_side(loss: Callable[..., LossOutput]) -> None:
     assert not any(x.requires_grad for x in (*out.metrics.values(), *out.maxima.values()))
     sides = {side: float(out.metrics[f"clip_fraction{side}"]) for side in ("", "_low", "_high")}
     assert sides == {"": 0.75, "_low": 0.5, "_high": 0.25}
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "reinforce_pp", "rloo"])
+def test_a_named_objective_says_where_it_is_from(name: str) -> None:
+    own = getattr(losses, name)
+    assert own.__name__ == name and own.__module__ == losses.__name__
+    assert own.__doc__ not in (None, ppo_clip.__doc__, reinforce.__doc__)
+    assert re.search(r"arXiv:[0-9]{4}[.][0-9]{5}", own.__doc__)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "reinforce_pp", "rloo"])
+def test_a_named_objective_passes_on_all_that_it_is_given(name: str) -> None:
+    behavior = torch.full((4,), -2.0)
+    logprobs = behavior + torch.tensor([0.5, -0.5, 1.5, 0.1])
+    given: Any = {
+        "behavior_logprobs": behavior,
+        "advantages": torch.tensor([1.0, -1.0, -1.0, 1.0]),
+        "mask": torch.tensor([True, True, True, False]),
+        "sequence_ids": torch.tensor([0, 0, 1, 1]),
+        "denominator": 7,
+        "weights": torch.tensor([0.5, 1.0, 2.0, 3.0]),
+    }
+    ends = {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5} if name != "rloo" else {}
+    base = reinforce if name == "rloo" else ppo_clip
+    got, want = (f(logprobs, **given, **ends).loss.item() for f in (getattr(losses, name), base))
+    assert got == want != base(logprobs, **{**given, "weights": None}, **ends).loss.item()
+
+
+@pytest.mark.parametrize("loss", [*ALL, nll])
+def test_without_tokens_every_loss_is_zero(loss: Callable[..., LossOutput]) -> None:
+    none = torch.zeros(0, requires_grad=True)
+    no, ids = torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64)
+    out = loss(none, none.detach(), none.detach(), no, sequence_ids=ids, denominator=1)
+    (gradient,) = torch.autograd.grad(out.loss, none)
+    assert out.loss.item() == 0.0 and gradient.shape == (0,)
+    assert all(float(value) == 0.0 for value in [*out.metrics.values(), *out.maxima.values()])
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("which", ["policy", "behavior", "both"])
+@pytest.mark.parametrize("loss", [*ALL, nll])
+def test_a_token_that_a_policy_never_gives_is_out_and_counted(
+    loss: Callable[..., LossOutput], which: str, advantage: float
+) -> None:
+    """The others have the gradient that they have without it, in its sequence and beside it."""
+    behavior = torch.tensor([-1.0, -2.0, -1.5, -0.5])
+    logprobs = behavior + torch.tensor([0.3, -0.1, 0.05, 0.2])
+    ids, yes = torch.tensor([0, 0, 0, 1]), torch.ones(4, dtype=torch.bool)
+    advantages = torch.full((4,), advantage)
+    never = torch.tensor([True, False, False, False])
+    got = []
+    for bad in (True, False):
+        mine = torch.where(never & bad & (which != "behavior"), -math.inf, logprobs)
+        theirs = torch.where(never & bad & (which != "policy"), -math.inf, behavior)
+        mine.requires_grad_()
+        mask = yes if bad else ~never
+        out = loss(mine, theirs, advantages, mask, sequence_ids=ids, denominator=4)
+        (gradient,) = torch.autograd.grad(out.loss, mine)
+        got.append((out, gradient))
+    (out, gradient), (without, want) = got
+    if loss is nll and which == "behavior":
+        assert out.loss.item() == pytest.approx(-logprobs.sum().item() / 4)  # not in it
+        return
+    assert out.loss.item() == without.loss.item() and torch.equal(gradient, want)
+    assert gradient.isfinite().all() and gradient[0] == 0.0
+    told = [*out.metrics.values(), *out.maxima.values()]
+    assert all(value.isfinite() for value in told)
+    counted = float(out.metrics["infinite_logprobs"])
+    assert counted == 0.25 and float(without.metrics["infinite_logprobs"]) == 0.0
+
+
+@pytest.mark.parametrize("tau", [0.01, 0.5])
+@pytest.mark.parametrize("loss", [k25, k15])
+def test_a_pull_has_a_bound(loss: Callable[..., LossOutput], tau: float) -> None:
+    """Value and slope of one token that is far off are those at 20 nats."""
+    seen = []
+    for apart in (20.0, 21.0, 1e4, 1e30):
+        for sign in (1.0, -1.0):
+            logprobs = torch.tensor([min(sign * apart, 0.0)], requires_grad=True)
+            behavior = torch.tensor([-max(sign * apart, 0.0)])
+            own = (torch.zeros(1), torch.tensor([True]))
+            out = loss(
+                *(logprobs, behavior, *own),
+                sequence_ids=torch.tensor([0]),
+                denominator=1,
+                tau=tau,
+            )
+            (slope,) = torch.autograd.grad(out.loss, logprobs)
+            seen.append((out.loss.item(), sign * slope.item()))
+    value, slope = (400 * tau, 40 * tau) if loss is k25 else (200 * tau, 20 * tau)
+    assert seen == [pytest.approx((value, slope))] * 8
+
+
+def test_distances_have_bounds_and_largest_values() -> None:
+    logprobs = torch.tensor([-1e30, -1.0, -0.5])
+    behavior = torch.tensor([-1.0, -2.0, -0.5])
+    yes, ids = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
+    out = ppo_clip(logprobs, behavior, torch.ones(3), yes, sequence_ids=ids, denominator=3)
+    told = {name: float(value) for name, value in (*out.metrics.items(), *out.maxima.items())}
+    assert told["log_ratio_abs"] == pytest.approx(21 / 3)
+    assert told["kl"] == pytest.approx((19 + math.e - 2) / 3, rel=1e-6)
+    assert told["ratio_max"] == pytest.approx(math.e)
+    assert (told["log_ratio_max"], told["kl_max"]) == (20.0, pytest.approx(19.0))

@@ -206,7 +206,41 @@ def test_what_is_to_come_ends_with_its_sequence() -> None:
 
 def test_weights_of_samples_are_ratios_to_a_bound() -> None:
     policy = torch.tensor([0.5, 1.5, 9.0, 1.0, math.nan]).log().requires_grad_()
-    behavior = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]).log()
+    behavior = torch.tensor([1.0, 1.0, 1.0, 1e-9, 1.0]).log()
     mask = torch.tensor([True, True, True, True, False])
     got = sampled_weights(policy, behavior, mask)
     assert got[:4].tolist() == pytest.approx([0.5, 1.5, 2.0, 2.0]) and not got.requires_grad
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 1], [5, 5, 3, 5], [0, 1, 0, 1]])
+def test_tokens_of_a_sequence_that_lie_apart_are_refused(ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="sequence_ids: tokens of one sequence lie apart"):
+        to_go(torch.ones(len(ids)), torch.tensor(ids))
+
+
+@pytest.mark.parametrize("gradient", ["own", "right"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("which", ["policy", "reference", "both"])
+def test_a_token_that_a_policy_never_gives_adds_no_distance(
+    which: str, estimator: Estimator, gradient: Any
+) -> None:
+    never = torch.tensor([-math.inf, -1.5])
+    usual, yes = torch.tensor([-1.0, -1.0]), torch.tensor([True, True])
+    policy = (usual * 2 if which == "reference" else never).clone().requires_grad_()
+    reference = usual if which == "policy" else never
+    out = kl_loss(*(policy, reference, yes), denominator=2, estimator=estimator, gradient=gradient)
+    (slopes,) = torch.autograd.grad(out.loss, policy)
+    assert out.loss.isfinite() and slopes.isfinite().all() and slopes[0] == 0.0
+    assert float(out.metrics["reference_infinite"]) == 0.5
+    assert out.metrics["reference_kl"].isfinite()
+    given = kl_reward(policy, reference, yes, coefficient=0.5, estimator=estimator)
+    assert given.isfinite().all() and given[0] == 0.0
+    assert sampled_weights(policy, reference, yes)[0] == 0.0
+
+
+def test_without_tokens_there_is_no_distance_and_no_entropy() -> None:
+    none = torch.zeros(0, requires_grad=True)
+    no = torch.zeros(0, dtype=torch.bool)
+    assert kl_loss(none, none, no, denominator=1).loss.item() == 0.0
+    assert entropy_bonus(none, no, denominator=1).loss.item() == 0.0
+    assert value_loss(none, none, none, no, denominator=1).loss.item() == 0.0

@@ -42,7 +42,7 @@ def test_length_reward_within_a_group() -> None:
     lengths = torch.tensor([10, 20, 30, 10, 30, 7, 5, 5])
     correct = torch.tensor([True, True, True, False, False, True, True, False])
     groups = torch.tensor([2, 2, 2, 2, 2, 3, 4, 4])
-    got = length_reward(lengths, correct, groups).tolist()
+    got = length_reward(lengths, correct, groups, groups > 0).tolist()
     assert got == [0.5, 0.0, -0.5, 0.0, -0.5, 0.0, 0.0, 0.0]
 
 
@@ -56,3 +56,21 @@ def test_a_budget_has_the_last_word() -> None:
     # 0.5, -0.3 and -0.5 of the length; 0, -0.8, -1 and -1 of what is overlong; -1 above 30
     assert got[:4] == pytest.approx([1.1, 1 - 0.06 - 0.8, -0.1 - 1.0, -1.0])
     assert math.isnan(got[4])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_failed_sibling_changes_no_reward_of_the_others(bad: float) -> None:
+    """Whether it is the shortest, the longest, or in between."""
+
+    def shaped(rewards: list[float], lengths: list[int]) -> list[float]:
+        count = len(rewards)
+        given = torch.tensor(rewards), torch.tensor(lengths)
+        same = torch.ones(count, dtype=torch.bool), torch.zeros(count, dtype=torch.int64)
+        shape = Shaping(length_reward=1.0, limit=1000, buffer=10)
+        return shape(*given, *same, shape.budgets([500] * count, [""] * count)).tolist()
+
+    for length in (3, 15, 99):
+        got = shaped([bad, 1.0, 1.0], [length, 10, 20])
+        assert got[1:] == shaped([1.0, 1.0], [10, 20]) == [1.5, 0.5]
+        assert not math.isfinite(got[0])
+    assert shaped([bad, 1.0], [3, 10])[1] == 1.0  # alone it is neither short nor long
