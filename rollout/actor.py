@@ -23,7 +23,7 @@ from ..policy.weights import Bucket, PolicyVersion, Publication
 from .calls import EnvCalls
 from .episode import run_groups
 from .generator import NativeGenerator
-from .sync import WeightReceiver
+from .sync import PolicyWeights, WeightReceiver
 from .types import Group, RolloutStats
 
 _ACTOR_CPUS = 0.01  # threads are bounded by the config; any number of actors fits a laptop
@@ -72,7 +72,7 @@ class RolloutActor:
             keep_states=self._config.keep_states,
             record_routes=self._record_routes,
         )
-        self._receiver = WeightReceiver(policy)
+        self._receiver = WeightReceiver(PolicyWeights(policy))
         rules = policy.config.image_rules if env.shows_images else None
         chat = chat_of(checkpoint.tokenizer, checkpoint.stage, self._wanted)
         self._chat = chat if rules is None else chat.seeing(rules)

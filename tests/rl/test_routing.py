@@ -27,7 +27,7 @@ from farhorizon.rl.publish import publish
 from farhorizon.rl.types import Sample, Share, UpdateResult
 from farhorizon.rollout.episode import run_groups
 from farhorizon.rollout.generator import NativeGenerator
-from farhorizon.rollout.sync import SyncError, WeightReceiver
+from farhorizon.rollout.sync import PolicyWeights, SyncError, WeightReceiver
 from farhorizon.rollout.types import Group, SamplingParams, Trajectory
 
 from ..fakes import ScriptedEnv, WordChat
@@ -506,7 +506,8 @@ def test_thresholds_that_change_on_the_way_out_are_refused_by_name(
     def state() -> Iterator[tuple[str, torch.Tensor]]:
         return ((n, change(t) if n == name else t) for n, t in gathered())
 
-    receiver = WeightReceiver(make_policy())
+    rollout = make_policy()
+    receiver = WeightReceiver(PolicyWeights(rollout))
     if where == "gathered":
         engine.gathered_state = state  # type: ignore[method-assign]
     publication = publish(own, SyncConfig(), 0, 24, put=lambda bucket: bucket)
@@ -518,7 +519,7 @@ def test_thresholds_that_change_on_the_way_out_are_refused_by_name(
         receiver.load(bucket)
     with pytest.raises(SyncError, match=name):
         receiver.verify()
-    held = receiver.policy.get_buffer(name)
+    held = rollout.get_buffer(name)
     assert receiver.version is None and torch.equal(held, make_policy().get_buffer(name))
     engine.gathered_state = gathered  # type: ignore[method-assign]
     publication = publish(own, SyncConfig(), 0, 24, put=lambda bucket: bucket)
