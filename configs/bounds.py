@@ -46,6 +46,7 @@ _SEED = _Range(0, 2**32 - 1)  # all that numpy.random.seed takes, and with it TR
 
 # A dotted key narrows, for one command, what the component itself allows.
 _TABLE: dict[type, dict[str, _Range]] = {
+    schema.VllmConfig: {"memory": _Range(0, 1, open=True)},
     schema.RolloutConfig: {
         "actors": _ONE,
         "threads": _THREADS,
@@ -220,11 +221,20 @@ def check_bounds(config: Any) -> None:
         if isinstance(part, schema.LearnerConfig):
             _check_decay(prefix, part)
             _check_experts(prefix, part)
-    if isinstance(config, schema.TrainConfig) and config.learner.dtype != "float32":
+    if (
+        isinstance(config, schema.TrainConfig)
+        and config.learner.dtype != "float32"
+        and computes_in_fp32(config.rollout)
+    ):
         raise UserError(
             f"learner.dtype={config.learner.dtype} must be float32 in train: rollout computes in "
             "float32, so the log-probs of its samples would not be the learner's"
         )
+
+
+def computes_in_fp32(rollout: schema.RolloutConfig) -> bool:
+    """Whether the engine's log-probs are those of fp32."""
+    return rollout.engine == "native" or rollout.vllm.dtype == "float32"
 
 
 def _numbers(key: str, value: Any) -> list[tuple[str, Any]]:

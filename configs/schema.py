@@ -25,9 +25,20 @@ class ChatConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig:
+    """The engine of ``rollout.engine=vllm``."""
+
+    memory: float = 0.9  # share of the GPU's memory for its weights, states and caches
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # its weights and what it computes in
+    eager: bool = False  # without CUDA graphs: starts sooner, decodes more slowly
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     """Episode generation."""
 
+    engine: Literal["native", "vllm"] = "native"  # vllm: in the environment of launch/vllm-env.sh
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     actors: int = 1
     threads: int = 1  # torch threads per actor; 0 keeps torch's default
     gpus: float = 0.0  # share of a GPU that each actor reserves; 0 stays on the CPU
@@ -138,7 +149,7 @@ class SyncConfig:
 
     bucket_mb: int = 64
     canary_tokens: int = 64
-    canary_tolerance: float = 1e-4  # largest log-prob difference accepted, nats
+    canary_tolerance: float | None = None  # largest log-prob difference accepted, nats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

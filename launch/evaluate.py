@@ -26,7 +26,10 @@ from .files import write_whole
 from .origin import evaluation_defaults
 from .prepare import (
     changes,
+    check_engine,
     check_first_prompt,
+    check_native,
+    check_sight,
     check_unused,
     check_writable,
     find_checkpoint,
@@ -114,6 +117,9 @@ def _check(
     check_bounds(config)
     if config.rollout.keep_states and not defaults.rollout.keep_states:
         check_unused("rollout", config.rollout, ["keep_states"], "an evaluation has one policy")
+    check_engine(config.rollout, config.ray_address)
+    if config.rollout.vllm != defaults.rollout.vllm:  # of a run they may be there without one
+        check_native(config.rollout)
     if config.env is None:
         raise UserError(f"{path} belongs to no run with an environment: name one, env.id=...")
     env = resolve_plugins(config.env)
@@ -121,7 +127,7 @@ def _check(
     trained = record.context
     context = config.context or trained
     check_context(checkpoint, context, config.allow_longer_context)
-    check_first_prompt(
+    vision = check_first_prompt(
         env,
         context,
         chat_of(load_tokenizer(checkpoint), record, config.chat),
@@ -129,6 +135,7 @@ def _check(
         config.rollout.env_timeout_s,
         read_config(checkpoint).image_rules,
     )
+    check_sight(env, config.rollout, vision)
     file = output_file(Path(path), _resolved(defaults, record), _resolved(config, record))
     check_writable(file.absolute().parent)
     if file.is_dir():

@@ -18,15 +18,19 @@ from ..policy.tokenizer import chat_of, load_tokenizer
 from ..rollout.episode import run_groups
 from ..rollout.generator import NativeGenerator
 from ..rollout.types import Trajectory
-from .prepare import check_first_prompt, check_unused, find_checkpoint
+from .prepare import check_first_prompt, check_native, check_unused, find_checkpoint
 
 TRAINED, GIVEN = ">", " "
-UNUSED = ("actors", "threads", "gpus", "concurrency", "keep_states", "max_error_fraction")
+UNUSED = (
+    *("engine", "actors", "threads", "gpus", "concurrency", "keep_states"),
+    "max_error_fraction",
+)
 
 
 def play(config: PlayConfig) -> int:
     """Print the held-out episode of ``config.seed``; returns 0."""
     check_bounds(config)
+    check_native(config.rollout)
     check_unused("rollout", config.rollout, UNUSED, "one episode is played, by this process")
     task = tasks(config.env.id, "heldout", 0, 1, config.seed)[0]
     if config.policy is None:

@@ -29,7 +29,7 @@ from .evaluate import measure
 from .files import sole_user
 from .flat import flat_line
 from .interrupt import GivenUp, exit_code, uninterrupted
-from .prepare import Run, check_unchanged, prepare
+from .prepare import Run, check_unchanged, prepare, sync_of
 from .progress import Display
 from .record import Recorder, read_rows
 from .report import (
@@ -127,7 +127,7 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
             str(run.checkpoint),
             config.learner,
             config.algorithm,
-            config.sync,
+            sync_of(config),
             config.seed,
             config.rollout.temperature,
             run.vision,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,17 @@ class WeightManifest:
     def nbytes(self) -> int:
         """Size of all payloads together."""
         return sum(spec.nbytes for spec in self.specs)
+
+    def narrowed(self, other: WeightManifest) -> WeightManifest:
+        """This manifest with the dtypes of ``other`` where its own hold all their numbers."""
+        theirs = {spec.name: spec.torch_dtype for spec in other.specs}
+        specs: list[TensorSpec] = []
+        for spec in self.specs:
+            own, narrow = spec.torch_dtype, theirs.get(spec.name)
+            if narrow is not None and torch.promote_types(own, narrow) == own:
+                spec = replace(spec, dtype=str(narrow).removeprefix("torch."))
+            specs.append(spec)
+        return WeightManifest(tuple(specs))
 
     def difference(self, other: WeightManifest) -> str | None:
         """What first sets ``other`` apart from this manifest, naming the tensor; None if nothing.

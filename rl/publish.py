@@ -21,6 +21,8 @@ from ..policy.weights import (
 )
 from .learner import Learner
 
+TOLERANCE = 1e-4  # nats, between two forwards in fp32
+
 
 def publish(
     learner: Learner, config: SyncConfig, seed: int, vocab_size: int, put: Callable[[Bucket], Any]
@@ -66,6 +68,6 @@ def publish(
         canary_ids=ids,
         canary_logprobs=logprobs,
         temperature=learner.temperature,
-        tolerance=config.canary_tolerance,
+        tolerance=TOLERANCE if config.canary_tolerance is None else config.canary_tolerance,
         thresholds=thresholds,
     )

@@ -17,12 +17,10 @@ from ..configs.errors import RunFailed, UserError, last_line
 from ..configs.schema import ChatConfig, EnvConfig, RolloutConfig
 from ..envs.registry import make_config, resolve_plugins
 from ..envs.types import Task
-from ..policy.checkpoint import load_checkpoint
-from ..policy.tokenizer import chat_of
 from ..policy.weights import Bucket, PolicyVersion, Publication
 from .calls import EnvCalls
+from .engines import build
 from .episode import run_groups
-from .generator import NativeGenerator
 from .sync import WeightReceiver
 from .types import Group, RolloutStats
 
@@ -30,7 +28,7 @@ _ACTOR_CPUS = 0.01  # threads are bounded by the config; any number of actors fi
 
 
 class RolloutActor:
-    """One policy copy with its environments; weight updates arrive while episodes run.
+    """One engine with its environments; weight updates arrive while episodes run.
 
     A Ray actor with two threads: ``run`` has one, the update calls share the other.
     """
@@ -61,21 +59,17 @@ class RolloutActor:
         env = make_config(self._env)
         with suppress(Exception):  # as at the end of an episode, which this cannot change
             env.close()
-        checkpoint = load_checkpoint(self._checkpoint, vision=env.shows_images)
-        policy = checkpoint.policy
-        policy.v_head = None  # values are the learner's
-        if self._config.gpus > 0:
-            policy.to(torch.device("cuda"))  # type: ignore[arg-type] - Module.to
-        self._generator = NativeGenerator(
-            policy,
+        built = build(
+            self._checkpoint,
+            self._config,
+            self._context,
             self._seed,
-            keep_states=self._config.keep_states,
+            self._wanted,
+            images=env.shows_images,
             record_routes=self._record_routes,
         )
-        self._receiver = WeightReceiver(policy)
-        rules = policy.config.image_rules if env.shows_images else None
-        chat = chat_of(checkpoint.tokenizer, checkpoint.stage, self._wanted)
-        self._chat = chat if rules is None else chat.seeing(rules)
+        self._generator, self._chat = built.generator, built.chat
+        self._receiver = WeightReceiver(built.holder)
         self._calls = EnvCalls(self._config.concurrency, self._config.env_timeout_s)
         return os.getpid()
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from threading import Lock
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from .rows import ROW, Opening
 from .sampler import checked, sample
 from .sight import Sight
 from .states import Flight, Packed, Slots
+from .turns import Turns
 from .types import Completion, FinishReason, GeneratorCounters, SamplingParams
 
 PATIENCE = 8  # decode steps that a given piece may wait for others
@@ -50,7 +50,7 @@ class NativeGenerator:
         self.counters = GeneratorCounters()
         self._prefill_tokens, self._keep_states = prefill_tokens, keep_states
         self._device = next(policy.parameters()).device
-        self._entry, self._working = Lock(), Lock()
+        self._turns = Turns()
         self._stop_sets: dict[tuple[int, ...], int] = {}
         self._stop_table = np.zeros((0, policy.config.vocab_size), np.bool_)
         self._last_session = -1
@@ -79,17 +79,8 @@ class NativeGenerator:
         self._logprobs = np.zeros((0, 16), np.float32)
         self._versions = np.zeros((0, 16), np.int32)
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Hold off forward passes; a waiting thread gets its turn after at most one step."""
-        # A bare lock would let the stepping thread take it again and again. Here a thread that
-        # waits for the work lock keeps the entry, so the stepping thread queues up behind it.
-        with self._entry:
-            self._working.acquire()
-        try:
-            yield
-        finally:
-            self._working.release()
+    def exclusive(self) -> AbstractContextManager[None]:
+        return self._turns.take()
 
     @property
     def _state(self) -> DecodeState | None:

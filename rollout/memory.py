@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..configs.errors import RunFailed
+from ..configs.errors import RunFailed, UserError, last_line
 from ..policy import Policy
 from ..policy.memory import lack
 
@@ -22,3 +22,21 @@ def enough_memory(policy: Policy) -> Iterator[None]:
             f"rollout: {lack(error, policy)}; lower rollout.concurrency, of which each sequence "
             "has a state, or context"
         ) from None
+
+
+@contextmanager
+def one_line(what: str, sizes: str) -> Iterator[None]:
+    """Around what runs in vLLM: whatever it raises is a RunFailed of one line. ``sizes`` are the
+    settings that say what it needs."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(
+            f"vllm: {what} ran out of memory ({last_line(error)}); lower rollout.vllm.memory, "
+            f"which leaves more for it ({sizes})"
+        ) from None
+    except (RunFailed, UserError):
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise RunFailed(f"vllm: {what} failed with {kind}: {last_line(error)}") from error

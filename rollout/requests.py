@@ -2,13 +2,14 @@
 
 Such an engine (`farhorizon.rollout.vllm`) has no sessions. What sequences share it finds again in
 a cache of prefixes, whose entries carry a salt: a request that is made after a change of weights
-never finds states of before. One that the engine had queued before the change may.
+never finds states of before. One of before the change that has no token yet is made anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from ..configs.errors import RunFailed, UserError
 from ..policy.images import Placed
+from .turns import Turns
 from .types import Completion, FinishReason, GeneratorCounters, SamplingParams
 
 
@@ -59,6 +61,10 @@ class RequestEngine(Protocol):
         """One forward pass: leading sessions that have a token, and completions that ended."""
         ...
 
+    def prefilling(self) -> list[int]:
+        """Sessions whose requests have no token yet, in the order in which they came."""
+        ...
+
     def abort(self, sessions: Sequence[int]) -> None:
         """Forget the requests of these sessions."""
         ...
@@ -76,21 +82,14 @@ class _Session:
     before: int
     pieces: list[np.ndarray]
     length: int
-    version: int  # of the weights that its last request began with
+    params: SamplingParams  # of its last request
+    version: int  # of the weights that it began with
     fresh: int = 0  # tokens that no request had before
     opened: bool = True  # its first request has not been answered
 
     def append(self, token_ids: np.ndarray) -> None:
         self.pieces.append(token_ids)
         self.length += len(token_ids)
-
-
-@dataclass(slots=True)
-class _Followers:
-    """Siblings that wait until the state of their prompt is made."""
-
-    sessions: list[int] = field(default_factory=list)
-    params: SamplingParams = field(default_factory=SamplingParams)
 
 
 def request_seed(key: int, position: int) -> int:
@@ -103,20 +102,25 @@ class RequestGenerator:
     """`Generator` on a `RequestEngine`: each turn is a request with all that came before.
 
     Siblings wait for the first token of the first of them, and find the states of their prompt
-    then. After a change of weights a running completion goes on, and the versions of its tokens
-    say so; the next turn of its session is read by the new weights alone, unless ``keep_states``.
+    then. Weights may change between steps only (`exclusive`). After a change a completion that has
+    tokens goes on, and their versions say so; what else is read from then on is read by the new
+    weights alone, unless ``keep_states``.
     A completion depends on its key and the index of its first token, never on its company.
     """
 
     def __init__(self, engine: RequestEngine, seed: int = 0, keep_states: bool = False) -> None:
         self._engine, self.seed, self._keep_states = engine, seed, keep_states
         self.counters = GeneratorCounters()
+        self._turns = Turns()
         self._last_session = -1
         self._sessions: dict[int, _Session] = {}
         self._asked: set[int] = set()
-        self._followers: dict[int, _Followers] = {}
+        self._followers: dict[int, list[int]] = {}  # siblings that wait for the state of a prompt
         self.version = self._told = 0
         engine.set_version(0)
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        return self._turns.take()
 
     @property
     def busy(self) -> bool:
@@ -140,12 +144,13 @@ class RequestGenerator:
         sessions = list(range(self._last_session + 1, self._last_session + 1 + len(keys)))
         self._last_session = sessions[-1]
         for session, key in zip(sessions, keys, strict=True):
-            one = _Session(key, before, [ids], len(ids), self.version, len(ids))
+            one = _Session(key, before, [ids], len(ids), params, self.version, len(ids))
             self._sessions[session] = one
         self._asked.update(sessions)
         if len(sessions) > 1:
-            self._followers[sessions[0]] = _Followers(sessions[1:], params)
-        self._ask(sessions[0], params, leads=len(sessions) > 1)
+            self._followers[sessions[0]] = sessions[1:]
+        with self.exclusive():
+            self._ask(sessions[0])
         self.counters.prompt_tokens += len(ids) * len(keys)
         return sessions
 
@@ -161,23 +166,24 @@ class RequestGenerator:
         self._check(one.length + len(token_ids), params, images)
         one.append(np.asarray(token_ids, np.int64))
         one.fresh += len(token_ids)
+        one.params = params
         self._asked.add(session)
-        self._ask(session, params)
+        with self.exclusive():
+            self._ask(session)
         self.counters.prompt_tokens += len(token_ids)
 
     def step(self) -> list[tuple[int, Completion]]:
         if not self._asked:
             return []
-        if self._told != self.version:
-            self._told = self.version
-            self._engine.set_version(self.version)
-        begun, answers = self._engine.step()
-        self._asked -= {answer.session for answer in answers}  # the engine has forgotten them
-        self.counters.steps += 1
-        for session in {*begun, *(answer.session for answer in answers)} & set(self._followers):
-            group = self._followers.pop(session)
-            for follower in group.sessions:
-                self._ask(follower, group.params)
+        with self.exclusive():
+            if self._told != self.version:
+                self._change_version()
+            begun, answers = self._engine.step()
+            self._asked -= {answer.session for answer in answers}  # the engine has forgotten them
+            self.counters.steps += 1
+            for session in {*begun, *(answer.session for answer in answers)} & set(self._followers):
+                for follower in self._followers.pop(session):
+                    self._ask(follower)
         return [(answer.session, self._take(answer)) for answer in answers]
 
     def close(self, session: int) -> None:
@@ -185,8 +191,9 @@ class RequestGenerator:
         del self._sessions[session]
 
     def clear(self) -> None:
-        waiting = {s for group in self._followers.values() for s in group.sessions}
-        self._engine.abort(sorted(self._asked - waiting))
+        waiting = {session for group in self._followers.values() for session in group}
+        with self.exclusive():
+            self._engine.abort(sorted(self._asked - waiting))
         self._sessions.clear()
         self._followers.clear()
         self._asked.clear()
@@ -202,7 +209,18 @@ class RequestGenerator:
                 f"{params.max_tokens} to sample is longer"
             )
 
-    def _ask(self, session: int, params: SamplingParams, leads: bool = False) -> None:
+    def _change_version(self) -> None:
+        """Tell the engine, and make requests of before anew that have no token yet."""
+        self._told = self.version
+        self._engine.set_version(self.version)
+        if self._keep_states:
+            return
+        old = [s for s in self._engine.prefilling() if self._sessions[s].version != self.version]
+        self._engine.abort(old)
+        for session in old:
+            self._ask(session)
+
+    def _ask(self, session: int) -> None:
         one = self._sessions[session]
         if len(one.pieces) > 1:
             one.pieces = [np.concatenate(one.pieces)]
@@ -210,7 +228,8 @@ class RequestGenerator:
             one.version = self.version
         seed = request_seed(one.key, one.before + one.length)
         salt = "kept" if self._keep_states else str(self.version)
-        self._engine.add(Request(session, one.pieces[0], params, seed, salt, leads))
+        leads = session in self._followers
+        self._engine.add(Request(session, one.pieces[0], one.params, seed, salt, leads))
 
     def _take(self, answer: Answer) -> Completion:
         if len(answer.logprobs) != len(answer.token_ids) or len(answer.token_ids) == 0:

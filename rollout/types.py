@@ -4,6 +4,7 @@ groups of siblings, statistics."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Protocol
@@ -292,6 +293,11 @@ class Generator(Protocol):
 
     def clear(self) -> None:
         """Forget every session."""
+        ...
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Hold off forward passes: weights and ``version`` may change in the block. A waiting
+        thread gets its turn after at most one step."""
         ...
 
     @property

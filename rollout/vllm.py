@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import torch
 from ..configs.errors import RunFailed, UserError, last_line
 from ..policy.shards import stored_manifest
 from ..policy.weights import WeightManifest
+from .memory import one_line
+from .proof import Proof
 from .requests import Answer, Request
 from .types import FinishReason
 
@@ -26,6 +30,12 @@ TIMED_BATCHED_TOKENS = 16384  # the same where decode steps are timed: fewer tha
 # Kernels that need packages which its wheel does not bring everywhere. They are for several GPUs,
 # and for sampling from a part of the distribution.
 _UNUSED = ("VLLM_KIMI_K3_GEMM_AR", "VLLM_ENABLE_GEMM_RS", "VLLM_USE_FLASHINFER_SAMPLER")
+
+
+def check_installed() -> None:
+    """UserError where there is no vLLM; it is not imported."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("rollout.engine=vllm: vllm is not installed here; see launch/vllm-env.sh")
 
 
 def _import() -> Any:
@@ -172,11 +182,12 @@ class DecodeEngine:
 
 
 class VllmEngine:
-    """`RequestEngine` of vLLM in this process, on the GPU or, in fp32, on the CPU.
+    """`RequestEngine` and `WeightEngine` of vLLM in this process, on the GPU or, in fp32, on the
+    CPU.
 
     ``memory`` is the share of the device's memory that weights, states and caches may take,
-    ``concurrency`` how many sequences are decoded together. UserError without vLLM, RunFailed if
-    it does not start.
+    ``concurrency`` how many sequences run together. UserError without vLLM, RunFailed if it does
+    not start. vLLM for CPUs hides packed matrices: of those log-probs alone tell what is served.
     """
 
     def __init__(
@@ -189,22 +200,28 @@ class VllmEngine:
         dtype: str = "bfloat16",
         eager: bool = False,
     ) -> None:
-        # Weights change between two steps, so that nobody else may make any.
+        # Weights change between two steps, so that nobody else may make any, nor begin one early.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # how long is for the run to say
         self._vllm = _import()
         self.limit = limit
         self._manifest = stored_manifest(Path(folder))
         self._ids: dict[int, str] = {}  # the engine's own, of running requests
+        self._scored = 0
+        self._sizes = (
+            f"rollout.vllm.memory={memory:g}, rollout.concurrency={concurrency} and context={limit}"
+        )
         arguments = self._vllm.EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
             dtype=dtype,
             enforce_eager=eager,
             max_model_len=limit,
-            max_num_seqs=concurrency,
-            max_num_batched_tokens=max(BATCHED_TOKENS, concurrency),
+            max_num_seqs=concurrency + 1,  # the canary is read beside all that run
+            max_num_batched_tokens=max(BATCHED_TOKENS, concurrency + 1),
             gpu_memory_utilization=memory,
             enable_prefix_caching=True,
+            async_scheduling=False,
             logprobs_mode="processed_logprobs",  # at the temperature of sampling
             disable_log_stats=True,
         )
@@ -212,9 +229,11 @@ class VllmEngine:
             self._engine: Any = self._vllm.LLMEngine.from_engine_args(arguments)
         except (ValueError, RuntimeError) as error:
             raise RunFailed(
-                f"vllm does not start on {folder}: {last_line(error)} (memory={memory}, "
-                f"context={limit} and concurrency={concurrency} set what it needs)"
+                f"vllm does not start on {folder}: {last_line(error)} ({self._sizes} are its needs)"
             ) from error
+        self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
+        self._worker: Any = self._engine.collective_rpc(lambda worker: worker)[0]
+        self._proof = Proof(self._worker.get_model())
 
     def add(self, request: Request) -> None:
         kinds = importlib.import_module("vllm.sampling_params").RequestOutputKind
@@ -234,30 +253,120 @@ class VllmEngine:
         self._ids[request.session] = self._engine.add_request(name, prompt, params)
 
     def step(self) -> tuple[list[int], list[Answer]]:
-        outputs = self._engine.step()
+        with one_line("a step", self._sizes):
+            outputs = self._engine.step()
         answers = [read_answer(output) for output in outputs if output.finished]
         for answer in answers:
             del self._ids[answer.session]
         return [int(output.request_id) for output in outputs if not output.finished], answers
 
+    def prefilling(self) -> list[int]:
+        known = self._scheduler.requests
+        return [one for one, name in self._ids.items() if known[name].num_output_tokens == 0]
+
     def abort(self, sessions: Sequence[int]) -> None:
-        self._engine.abort_request([self._ids.pop(session) for session in sessions], internal=True)
+        names = [self._ids.pop(session) for session in sessions if session in self._ids]
+        self._engine.abort_request(names, internal=True)
 
     def set_version(self, number: int) -> None:
         self._engine.set_weight_version(str(number))
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Put tensors in the place of those that are served, between two steps; what vLLM derives
-        from them is made anew.
+        """As in `WeightEngine`. vLLM by itself serves what it had where a tensor is missing.
 
-        RunFailed, and nothing is touched, unless they are those of the checkpoint folder by name,
-        shape and dtype: vLLM itself leaves out what is missing, and serves what it has then.
+        Wider numbers than those of the checkpoint are taken, narrower ones are not.
         """
-        difference = self._manifest.difference(WeightManifest.of(weights))
+        difference = self._manifest.difference(WeightManifest.of(weights).narrowed(self._manifest))
         if difference is not None:
             raise RunFailed(f"weight sync refused: {difference}")
-        given = iter(weights.items())
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": given})
+        with one_line("loading weights", self._sizes):
+            self._proof.load(self._loader(weights))
+
+    def difference(self, weights: Mapping[str, torch.Tensor]) -> str | None:
+        with one_line("comparing weights", self._sizes):
+            return self._proof.difference(self._loader(weights))
+
+    def score(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
+        """As in `WeightEngine`, through prefill. RunFailed where the caches have no room."""
+        self._scored += 1
+        ids = [int(token) for token in token_ids]
+        params = self._vllm.SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True
+        )
+        prompt = {"prompt_token_ids": ids, "cache_salt": f"canary {self._scored}"}
+        with (
+            one_line("scoring", self._sizes),
+            self._alone() as make_room,
+            self._tempered(temperature),
+        ):
+            name = self._engine.add_request(f"canary {self._scored}", prompt, params)
+            request = self._scheduler.requests[name]
+            try:
+                outputs: list[Any] = []
+                while not any(output.finished for output in outputs):
+                    done = request.num_computed_tokens
+                    outputs = self._engine.step()
+                    if not outputs and request.num_computed_tokens == done:
+                        make_room()
+            except BaseException:
+                self._engine.abort_request([name], internal=True)
+                raise
+        entries = zip(outputs[0].prompt_logprobs[1:], ids[1:], strict=True)
+        return np.array([entry[token].logprob for entry, token in entries], np.float32)
+
+    def _loader(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                self._worker.reload_weights(weights_iterator=iter(weights.items()))
+            except BaseException:
+                # Layers that wait for the rest of their tensors serve those of before again.
+                config = importlib.import_module("vllm.config")
+                reload = importlib.import_module("vllm.model_executor.model_loader.reload")
+                with config.set_current_vllm_config(self._worker.vllm_config):
+                    reload.finalize_layerwise_reload(
+                        self._worker.get_model(), self._worker.vllm_config.model_config
+                    )
+                raise
+
+        return run
+
+    @contextmanager
+    def _alone(self) -> Iterator[Callable[[], None]]:
+        """Take all requests out of the queues while the block runs; what it gives frees the caches
+        of one of them, to be read again later."""
+        scheduler = self._scheduler
+        running, waiting = scheduler.running, scheduler.waiting
+        own = type(waiting)()
+
+        def make_room() -> None:
+            if not running:
+                raise RunFailed(f"vllm: no room for the canary; raise memory of {self._sizes}")
+            scheduler.waiting = waiting
+            scheduler._preempt_request(running.pop(), time.monotonic())
+            scheduler.waiting = own
+
+        if len(running) >= scheduler.max_num_running_reqs:
+            make_room()
+        scheduler.running, scheduler.waiting = [], own
+        try:
+            yield make_room
+        finally:
+            scheduler.running, scheduler.waiting = running, waiting
+
+    @contextmanager
+    def _tempered(self, temperature: float) -> Iterator[None]:
+        """Logits over ``temperature``: vLLM gives log-probs of prompts at 1."""
+        model = self._worker.get_model()
+        plain = model.compute_logits
+
+        def tempered(*given: Any) -> torch.Tensor:
+            return plain(*given).float() / temperature
+
+        model.compute_logits = tempered
+        try:
+            yield
+        finally:
+            del model.compute_logits
 
 
 def read_answer(output: Any) -> Answer:

@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
@@ -129,6 +130,9 @@ class ScriptedGenerator:
             )
         self._asked = {}
         return out
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self, session: int) -> None:
         del self._known[session]

@@ -107,6 +107,11 @@ def test_defaults_are_within_bounds(schema: type) -> None:
             for schema in BASE
         ),
         (TrainConfig, "learner.dtype=bfloat16", "learner.dtype=bfloat16 must be float32 in train"),
+        (
+            TrainConfig,
+            "rollout.vllm.memory=0",
+            "rollout.vllm.memory=0.0 must be above 0 and",
+        ),
         (EvalConfig, "visible_context=0", "visible_context=0 must be at least 1"),
         (EvalConfig, "visible_context=-5", "visible_context=-5 must be at least 1"),
         (EvalConfig, "episodes=0", "episodes=0 must be at least 1"),
@@ -153,6 +158,13 @@ def test_ranks_do_not_share_a_gpu(schema: type, prefix: str) -> None:
         check_bounds(override_config(config, [f"{prefix}ranks=2"]))
     rollout = ["rollout.gpus=0.5", "rollout.actors=2"]
     check_bounds(load_config(TrainConfig, None, [*BASE[TrainConfig], *rollout]))
+
+
+def test_a_learner_in_16_bits_goes_with_an_engine_in_16_bits() -> None:
+    given = [*BASE[TrainConfig], "learner.dtype=bfloat16", "rollout.engine=vllm"]
+    check_bounds(load_config(TrainConfig, None, given))
+    with pytest.raises(UserError, match=r"^learner\.dtype=bfloat16 must be float32 in train"):
+        check_bounds(load_config(TrainConfig, None, [*given, "rollout.vllm.dtype=float32"]))
 
 
 def test_greedy_evaluation_and_no_visible_context_are_allowed() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,11 @@ from farhorizon.launch import checkpoints
 from farhorizon.launch.bench import bench_grpo
 from farhorizon.launch.checkpoints import RunState
 from farhorizon.launch.evaluate import evaluate
-from farhorizon.launch.prepare import find_checkpoint, prepare
+from farhorizon.launch.prepare import find_checkpoint, prepare, sync_of
 from farhorizon.launch.sft import run_sft
 from farhorizon.launch.stage import run_stages
 from farhorizon.rl.algorithms import ALGORITHMS, make_algorithm
+from farhorizon.rollout.engines import build
 
 
 @pytest.fixture
@@ -106,6 +108,11 @@ def test_plugins_are_found_from_any_folder(
             r"^max_staleness=1 does not go with algorithm\.name=reinforce, .*or max_staleness=0$",
         ),
         ("keep=0", "keep=0 must be at least 1"),
+        (
+            "rollout.vllm.memory=0.5",
+            r"rollout\.vllm\.memory=0\.5 would have no effect: needs rollout\.engine=vllm",
+        ),
+        ("rollout.engine=sglang", r"rollout\.engine .*'sglang' is not one of native, vllm"),
         ("rollout.keep_states=true", "keep_states=true would have no effect: needs max_staleness"),
         ("rollout.temperature=0", r"rollout\.temperature=0\.0 must be at least 0\.001"),
         ("output=/dev/null", "output /dev/null: /dev/null is not a directory"),
@@ -169,6 +176,46 @@ def test_settings_of_parts_that_the_policy_lacks(
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=message):
         prepare(override_config(replace(config, policy=str(folder)), settings(given)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"^sync\.canary_tokens=64 must be below context=64 with rollout\.engine=vllm"),
+        (
+            ["learner.replay=rollout"],
+            r"^learner\.replay=rollout needs routes, which roll",
+        ),
+        (["sync.canary_tokens=8"], r"^rollout\.engine=vllm needs a GPU: set rollout\.gpus=1, or"),
+    ],
+)
+def test_what_vllm_does_not_go_with(
+    config: TrainConfig, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        prepare(override_config(config, ["rollout.engine=vllm", *overrides]))
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_a_missing_vllm_is_one_line(config: TrainConfig) -> None:
+    given = ["rollout.engine=vllm", "rollout.gpus=1", "sync.canary_tokens=8"]
+    with pytest.raises(UserError, match=r"^rollout\.engine=vllm: vllm is not installed here; see"):
+        prepare(override_config(config, given))
+    engine = replace(config.rollout, engine="vllm", gpus=1.0)
+    with pytest.raises(UserError, match=r"^vllm cannot be imported here \(No module named"):
+        build(config.policy, engine, 64, 0, config.chat)
+    for wanted in ({"images": True}, {"record_routes": True}):
+        with pytest.raises(UserError, match=r"^rollout\.engine=vllm has no (images|routes); use"):
+            build(config.policy, engine, 64, 0, config.chat, **wanted)
+
+
+def test_the_tolerance_of_the_canary_follows_the_engine(config: TrainConfig) -> None:
+    assert sync_of(config).canary_tolerance is None  # which the publisher knows
+    served = override_config(config, ["rollout.engine=vllm"])
+    assert sync_of(served).canary_tolerance == 0.5
+    assert sync_of(override_config(served, ["rollout.vllm.dtype=float32"])) == config.sync
+    given = override_config(served, ["sync.canary_tolerance=0.1"])
+    assert sync_of(given).canary_tolerance == 0.1
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -32,7 +32,7 @@ from farhorizon.rl.engine import join, leave
 from farhorizon.rl.learner import Learner
 from farhorizon.rl.publish import publish
 from farhorizon.rl.types import Sample, Share
-from farhorizon.rollout.sync import WeightReceiver
+from farhorizon.rollout.sync import PolicyWeights, WeightReceiver
 
 RANK, RANKS, DIVIDED, FOLDER = *map(int, sys.argv[1:4]), Path(sys.argv[4])
 LOSS = make_algorithm(AlgorithmConfig()).loss
@@ -186,13 +186,14 @@ def published() -> None:
             sent = publish(own, SyncConfig(bucket_mb=1), 0, VOCAB, put=lambda bucket: bucket)
             mine = digests(own)
             if sent is not None:
-                receiver = WeightReceiver(policy())
+                rollout = policy()
+                receiver = WeightReceiver(PolicyWeights(rollout))
                 receiver.begin(sent)
                 for bucket in sent.buckets:
                     receiver.load(bucket)
                 receiver.verify()
                 assert receiver.commit() == sent.version
-                theirs = {n: digest(t) for n, t in receiver.policy.state_dict().items()}
+                theirs = {n: digest(t) for n, t in rollout.state_dict().items()}
                 names = [spec.name for spec in sent.manifest.specs]
                 found.append([sent.version.digest, theirs == mine, names == sorted(theirs)])
             own.update([share(samples(0))], LOSS)

@@ -25,7 +25,7 @@ from farhorizon.rl.actor import LearnerGroup
 from farhorizon.rl.algorithms import make_algorithm
 from farhorizon.rl.learner import Learner
 from farhorizon.rl.types import UpdateResult
-from farhorizon.rollout.sync import WeightReceiver
+from farhorizon.rollout.sync import PolicyWeights, WeightReceiver
 from farhorizon.rollout.types import Group
 
 from .test_batch import given, group, sampled, trajectory
@@ -101,7 +101,8 @@ def test_updates_publishes_saves_and_resumes(
     assert first.metrics["staleness_max"] == 0
 
     publication = learner.publish()
-    receiver = WeightReceiver(load_checkpoint(tiny_checkpoint).policy)
+    rollout = load_checkpoint(tiny_checkpoint).policy
+    receiver = WeightReceiver(PolicyWeights(rollout))
     receiver.begin(publication)
     for bucket in publication.buckets:
         receiver.load(ray.get(bucket))
@@ -110,7 +111,7 @@ def test_updates_publishes_saves_and_resumes(
 
     learner.save_policy(tmp_path / "policy", StageRecord(512, (512,), 0, ""))
     written = load_checkpoint(tmp_path / "policy").policy.state_dict()
-    for name, tensor in receiver.policy.state_dict().items():
+    for name, tensor in rollout.state_dict().items():
         assert digest(written[name]) == digest(tensor), name
 
     learner.save(tmp_path / "state")

@@ -29,7 +29,7 @@ from farhorizon.rl.replay import share_recorded
 from farhorizon.rl.types import Sample, Share, UpdateResult
 from farhorizon.rollout.episode import run_groups
 from farhorizon.rollout.generator import NativeGenerator
-from farhorizon.rollout.sync import SyncError, WeightReceiver
+from farhorizon.rollout.sync import PolicyWeights, SyncError, WeightReceiver
 from farhorizon.rollout.types import Group, SamplingParams, Trajectory
 
 from ..fakes import ScriptedEnv, WordChat
@@ -544,7 +544,8 @@ def test_thresholds_that_change_on_the_way_out_are_refused_by_name(
     policy = make_policy()
     own, _ = update(policy, samples(played))
     name = "model.layers.2.block_sparse_moe.gate.e_score_correction_bias"
-    receiver = WeightReceiver(make_policy())
+    rollout = make_policy()
+    receiver = WeightReceiver(PolicyWeights(rollout))
     sender = Sender(own, Changing(own.engine, name, change)) if where == "gathered" else own
     publication = publish(sender, SyncConfig(), 0, 24, put=lambda bucket: bucket)
     assert publication is not None and publication.thresholds.number == 1
@@ -555,7 +556,7 @@ def test_thresholds_that_change_on_the_way_out_are_refused_by_name(
         receiver.load(bucket)
     with pytest.raises(SyncError, match=name):
         receiver.verify()
-    held = receiver.policy.get_buffer(name)
+    held = rollout.get_buffer(name)
     assert receiver.version is None and torch.equal(held, make_policy().get_buffer(name))
     publication = publish(own, SyncConfig(), 0, 24, put=lambda bucket: bucket)
     assert publication is not None

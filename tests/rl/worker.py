@@ -43,7 +43,7 @@ from farhorizon.rl.learner import Learner
 from farhorizon.rl.publish import publish
 from farhorizon.rl.reference import Reference
 from farhorizon.rl.types import Sample, Share
-from farhorizon.rollout.sync import WeightReceiver
+from farhorizon.rollout.sync import PolicyWeights, WeightReceiver
 
 RANK, RANKS, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 LOSS = make_algorithm(AlgorithmConfig()).loss
@@ -338,7 +338,8 @@ def published(out: dict[str, Any]) -> None:
     """What is sent is everything, arrives bit for bit, and follows every later change."""
     for stage in (0, 3):
         own = learner(tiny_policy(), stage)
-        receiver = WeightReceiver(tiny_policy())
+        rollout = tiny_policy()
+        receiver = WeightReceiver(PolicyWeights(rollout))
         own.update([share(0, PACKED, 64)], LOSS)
         _take_over(receiver, own)
         names = list(own.engine.manifest.names)
@@ -347,11 +348,11 @@ def published(out: dict[str, Any]) -> None:
         moments = {name: t.clone() for name, t in own.engine.moments()}
         own.engine.restore(changed, moments, own.engine.applied_steps)
         publication = _take_over(receiver, own)
-        theirs = {name: digest(t) for name, t in receiver.policy.state_dict().items()}
+        theirs = {name: digest(t) for name, t in rollout.state_dict().items()}
         mine = digests(own)
         out[f"publish-{stage}"] = {
             "names": names,
-            "complete": names == sorted(receiver.policy.state_dict()),
+            "complete": names == sorted(rollout.state_dict()),
             "changed": sum(theirs[name] != first[name] for name in names) if RANK == 0 else None,
             "equal": theirs == mine if RANK == 0 else None,
             "sent": None if publication is None else list(publication.manifest.names),
@@ -447,7 +448,7 @@ def valued(out: dict[str, Any]) -> None:
         resume.load(fresh, folder)
         for each in (own, fresh):
             value_step(each, 2)
-        publication = _take_over(WeightReceiver(tiny_policy()), own)
+        publication = _take_over(WeightReceiver(PolicyWeights(tiny_policy())), own)
         out[f"valued-{stage}"] = {
             "bitwise": digests(own) == digests(fresh),
             "sent": None if publication is None else list(publication.manifest.names),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,6 +54,9 @@ class HashEngine:
             drawn, by = np.array(tokens, np.int32), np.array(versions, np.int32)
             answers.append(Answer(session, drawn, logprobs, by, reason, cached))
         return begun, answers
+
+    def prefilling(self) -> list[int]:
+        return [session for session, (_, tokens, *_) in self._running.items() if not tokens]
 
     def abort(self, sessions: Sequence[int]) -> None:
         for session in sessions:
@@ -139,6 +144,76 @@ def test_states_of_old_weights_are_read_again_unless_kept(keep: bool) -> None:
     assert play(generator)[session].versions.tolist() == [3] * 4
     assert generator.counters.renewed_tokens == (0 if keep else 13)
     assert [r.salt for r in engine.requests] == (["kept"] * 2 if keep else ["0", "3"])
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_requests_without_a_token_are_made_anew_for_new_weights(keep: bool) -> None:
+    """One that the engine had queued would find states of old weights under its old salt."""
+    engine = HashEngine()
+    generator = RequestGenerator(engine, keep_states=keep)
+    running = generator.open(PROMPT[:2], [9], FOUR)[0]
+    generator.step()
+    first = generator.open(PROMPT, [7, 8], FOUR)[0]
+    with generator.exclusive():
+        generator.version = 3
+    late = generator.open(PROMPT[:5], [6], FOUR)[0]
+    found = play(generator)
+    asked = [(r.session, r.salt) for r in engine.requests]
+    if keep:
+        assert asked == [(running, "kept"), (first, "kept"), (late, "kept"), (first + 1, "kept")]
+    else:
+        assert asked[:3] == [(running, "0"), (first, "0"), (late, "3")]
+        assert asked[3:] == [(first, "3"), (first + 1, "3")]
+        assert engine.requests[3].leads and engine.requests[3].seed == engine.requests[1].seed
+        assert generator.counters.stale_tokens == 3  # of what was running
+    assert found[running].versions.tolist() == [0, 3, 3, 3]
+    for session in (first, first + 1, late):
+        assert found[session].versions.tolist() == [3] * 4
+
+
+def test_weights_change_between_two_steps_and_never_within_one() -> None:
+    class Slow(HashEngine):
+        busy = changing = False
+        count = 0
+
+        def step(self) -> tuple[list[int], list[Answer]]:
+            assert not self.changing
+            self.busy = True
+            time.sleep(1e-3)
+            self.busy = False
+            self.count += 1
+            return super().step()
+
+        def add(self, request: Request) -> None:
+            assert not self.changing
+            super().add(request)
+
+    engine, stop = Slow(limit=400), threading.Event()
+    generator = RequestGenerator(engine)
+    found: list[Completion] = []
+
+    def sample() -> None:
+        while not stop.is_set():
+            generator.open(PROMPT, [1, 2], SamplingParams(max_tokens=5))
+            found.extend(play(generator).values())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    for number in (1, 2, 3, 4):
+        goal = engine.count + 20
+        while engine.count < goal and thread.is_alive():
+            time.sleep(1e-3)
+        with generator.exclusive():
+            engine.changing = True
+            assert not engine.busy
+            time.sleep(5e-3)
+            assert not engine.busy
+            engine.changing = False
+            generator.version = number
+    assert thread.is_alive()
+    stop.set()
+    thread.join()
+    assert {v for one in found for v in one.versions.tolist()} >= {0, 1, 2, 3}
 
 
 def test_clear_forgets_what_runs_and_what_waits() -> None:

@@ -18,7 +18,7 @@ from farhorizon.policy.weights import (
     WeightManifest,
     digest,
 )
-from farhorizon.rollout.sync import SyncError, WeightReceiver
+from farhorizon.rollout.sync import PolicyWeights, SyncError, WeightReceiver
 
 from ..fakes import publish
 
@@ -74,7 +74,7 @@ def test_everything_arrives_bit_for_bit() -> None:
     publication = publish(learner, 3)
     assert set(publication.manifest.names) == set(rollout.state_dict()) >= set(KINDS)
     addresses = {name: tensor.data_ptr() for name, tensor in rollout.state_dict().items()}
-    receiver = WeightReceiver(rollout)
+    receiver = WeightReceiver(PolicyWeights(rollout))
     receive(receiver, publication)
     for name, tensor in rollout.state_dict().items():
         assert digest(tensor) == digest(state[name]), name
@@ -87,7 +87,7 @@ def test_thresholds_that_arrive_change_the_routing() -> None:
     learner, rollout = make(0), make(0)
     bias = learner.get_buffer(THRESHOLD)
     bias.copy_(torch.tensor([-9.0, 9, -9, 9, -9, -9, -9, -9]))
-    receive(WeightReceiver(rollout), publish(learner, 1))
+    receive(WeightReceiver(PolicyWeights(rollout)), publish(learner, 1))
     with rollout.routing_statistics():
         rollout(torch.arange(10)[None])
     load = rollout.update_thresholds()[0]
@@ -182,7 +182,7 @@ def test_a_faulty_publication_is_refused_by_name(
     fault: Callable[[Publication], Publication], named: str
 ) -> None:
     rollout, learner = make(0), make(1)
-    receiver = WeightReceiver(rollout)
+    receiver = WeightReceiver(PolicyWeights(rollout))
     before = {name: digest(tensor) for name, tensor in rollout.state_dict().items()}
     with pytest.raises(SyncError, match=r"weight sync of version 5 refused: ") as error:
         receive(receiver, fault(publish(learner, 5)))
@@ -201,12 +201,12 @@ def test_a_receiver_that_rounds_is_caught_after_the_swap() -> None:
     rollout, learner = make(0), make(1)
     bias = rollout.get_buffer(THRESHOLD)
 
-    class Rounding(WeightReceiver):
-        def _exchange(self, live: dict[str, torch.Tensor]) -> None:
-            super()._exchange(live)
+    class Rounding(PolicyWeights):
+        def difference(self, publication: Publication) -> str | None:
             bias.copy_(bias.bfloat16().float())
+            return super().difference(publication)
 
     old = digest(rollout.state_dict()[QUERY])
     with pytest.raises(SyncError, match=THRESHOLD):
-        receive(Rounding(rollout), publish(learner, 5))
+        receive(WeightReceiver(Rounding(rollout)), publish(learner, 5))
     assert digest(rollout.state_dict()[QUERY]) == old

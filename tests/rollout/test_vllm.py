@@ -71,13 +71,23 @@ def test_the_real_engine_on_a_dense_policy(tmp_path: Path) -> None:
     assert out["reused"] == 2 * 256  # of 300 tokens, in whole blocks of 128
     assert (out["stopped"], out["finish"]) == (out["group"][0][:4], "stop")
     assert out["versions"] == [0] * 5 + [1] * 7
-    name = "weight sync refused: model.layers.0.self_attn.k_proj.weight"
+    name = "weight sync of version 1 refused: model.layers.0.self_attn.k_proj.weight"
     assert out["lost"] == f"{name}: missing on the other side"
     assert out["rounded"] == f"{name}: float32 [64, 64] here, bfloat16 [64, 64] there"
+    norm = "model.layers.0.input_layernorm.weight: what is served is not what the weights give"
+    assert out["swapped"] == f"weight sync of version 1 refused: {norm} (and 1 more)"
+    assert out["unloaded"].startswith("weight sync of version 1 refused: model.norm.weight: ")
+    assert "log-prob off by" in out["mixed"] and "canary token" in out["mixed"]
+    assert out["failed"] == "vllm: loading weights failed with OSError: torn"
+    assert out["kept"]  # after each of them the old weights are served
+    assert out["version"] == 1
     assert out["stale"] == 7
-    assert out["found_of_old"] == 0
+    assert out["queued"] == [[1] * 12] * 2  # none of before, though queued before
+    assert out["queued_error"] < 1e-4
+    assert out["found_of_new"] == 256  # by the second of the queued ones, of the first
     assert out["renewed"] == 50 + 11
     assert out["after_clear"]
     assert out["too_long"] == "context=512: a sequence of 300 tokens with 300 to sample is longer"
     assert out["no_memory"].startswith("vllm does not start on ")
-    assert "memory=0.001, context=512 and concurrency=8 set what it needs" in out["no_memory"]
+    sizes = "rollout.vllm.memory=0.001, rollout.concurrency=8 and context=512 are its needs"
+    assert sizes in out["no_memory"]

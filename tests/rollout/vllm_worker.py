@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,16 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from farhorizon.configs.errors import RunFailed, UserError
+from farhorizon.policy.weights import (
+    PolicyVersion,
+    Publication,
+    WeightManifest,
+    fill_buckets,
+    policy_digest,
+)
+from farhorizon.rollout.engine_weights import EngineWeights
 from farhorizon.rollout.requests import RequestGenerator
+from farhorizon.rollout.sync import WeightReceiver
 from farhorizon.rollout.types import Completion, SamplingParams
 from farhorizon.rollout.vllm import VllmEngine
 
@@ -44,6 +55,9 @@ def build(folder: Path, seed: int) -> Qwen3ForCausalLM:
         tie_word_embeddings=False,
     )
     policy = Qwen3ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for norm in (one for one in policy.parameters() if one.ndim == 1):
+            norm.add_(torch.randn_like(norm), alpha=0.1)  # or all of them would be alike
     policy.save_pretrained(folder)
     return policy
 
@@ -63,6 +77,105 @@ def play(generator: RequestGenerator) -> dict[int, Completion]:
     while generator.busy:
         found |= dict(generator.step())
     return found
+
+
+def update(
+    folder: Path, engine: VllmEngine, generator: RequestGenerator, new: Any, out: dict[str, Any]
+) -> None:
+    """Version 1 with faults, each of which is refused, then without; a request is running."""
+    weights = dict(new.state_dict())
+    lost = {name: tensor for name, tensor in weights.items() if name != LOST}
+    rounded = weights | {LOST: weights[LOST].bfloat16()}
+    model = engine._worker.get_model()
+    first, second = (layer.input_layernorm.weight for layer in model.model.layers)
+    holder = Faulty(engine, folder, WeightManifest.of(weights), dict)
+    receiver = WeightReceiver(holder)
+    before = engine.score(PROMPT[:24], 0.7)
+    out["kept"] = True
+
+    def swap() -> None:
+        kept = first.data.clone()
+        first.data.copy_(second)
+        second.data.copy_(kept)
+
+    def unload() -> None:
+        model.model.norm.weight.data.zero_()
+
+    def mix(given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        other = LOST.replace("k_proj", "v_proj")
+        return dict(given) | {LOST: given[other], other: given[LOST]}
+
+    def tear(given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        class Torn(dict[str, torch.Tensor]):
+            def items(self) -> Any:
+                yield from list(super().items())[:9]
+                raise OSError("torn")
+
+        return Torn(given)
+
+    faults: dict[str, tuple[Any, Any]] = {
+        "swapped": (None, swap),
+        "unloaded": (None, unload),
+        "mixed": (mix, None),
+        "failed": (tear, None),
+    }
+    for name, given in (("lost", lost), ("rounded", rounded), *((n, weights) for n in faults)):
+        change, holder.after = faults.get(name, (None, None))
+        holder._stored = change or dict
+        try:
+            with generator.exclusive():
+                receive(receiver, publish(new, given, 1))
+        except RunFailed as caught:
+            out[name] = str(caught)
+        same = np.array_equal(engine.score(PROMPT[:24], 0.7), before)
+        out["kept"] = out["kept"] and same and receiver.version is None
+    holder._stored, holder.after = dict, None
+    with generator.exclusive():
+        receive(receiver, publish(new, weights, 1))
+        generator.version = 1
+    assert receiver.version is not None
+    out["version"] = receiver.version.number
+
+
+class Faulty(EngineWeights):
+    """Changes what the engine serves before that is proven."""
+
+    after: Any = None
+
+    @contextmanager
+    def serving(self, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+        with super().serving(weights):
+            if self.after is not None:
+                self.after()
+            yield
+
+
+def receive(receiver: WeightReceiver, publication: Publication) -> None:
+    receiver.begin(publication)
+    for bucket in publication.buckets:
+        receiver.load(bucket)
+    receiver.verify()
+    receiver.commit()
+
+
+@torch.no_grad()
+def publish(policy: Any, weights: dict[str, torch.Tensor], number: int) -> Publication:
+    """What a learner of this policy would publish."""
+    manifest = WeightManifest.of(weights)
+    packed = list(fill_buckets(manifest, ((n, weights[n]) for n in manifest.names), 1 << 16))
+    digests = tuple(d for _, some in packed for d in some)
+    ids = torch.arange(24) * 7
+    scores = (policy(ids[None]).logits[0, :-1].double() / 0.7).log_softmax(-1)
+    return Publication(
+        PolicyVersion(number, policy_digest(manifest, digests)),
+        manifest,
+        tuple(bucket for bucket, _ in packed),
+        digests,
+        ids.numpy(),
+        scores[torch.arange(23), ids[1:]].float().numpy(),
+        0.7,
+        1e-4,
+    )
 
 
 def main() -> None:
@@ -97,23 +210,18 @@ def main() -> None:
     running = generator.open(PROMPT[:50], [3], SamplingParams(1.0, 12))[0]
     for _ in range(5):
         assert not generator.step()
-    weights = dict(new.state_dict())
-    lost = {name: tensor for name, tensor in weights.items() if name != LOST}
-    rounded = weights | {LOST: weights[LOST].bfloat16()}
-    for wrong, name in ((lost, "lost"), (rounded, "rounded")):
-        try:
-            engine.load(wrong)
-        except RunFailed as caught:
-            out[name] = str(caught)
-    engine.load(weights)
-    generator.version = 1
-    spanning = play(generator)[running]
+    queued = generator.open(PROMPT, [5, 9], HOT)
+    reused = generator.counters.reused_tokens
+    update(folder / "old", engine, generator, new, out)
+    found = play(generator)
+    spanning = found[running]
+    out["found_of_new"] = generator.counters.reused_tokens - reused
+    out["queued"] = [found[session].versions.tolist() for session in queued]
+    out["queued_error"] = max(error(new, PROMPT, found[s], 0.7) for s in queued)
     out["versions"] = spanning.versions.tolist()
     out["stale"] = generator.counters.stale_tokens
-    reused = generator.counters.reused_tokens
     fresh = generator.open(PROMPT, [5], HOT)[0]
     out["new_error"] = error(new, PROMPT, play(generator)[fresh], 0.7)
-    out["found_of_old"] = generator.counters.reused_tokens - reused
     before = np.concatenate((PROMPT[:50], spanning.token_ids, [4]))
     generator.extend(running, np.array([4]), HOT)
     out["renewed_error"] = error(new, before, play(generator)[running], 0.7)

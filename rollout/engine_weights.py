@@ -1,0 +1,118 @@
+"""The weights of an engine that loads tensors under the names that checkpoints have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..configs.errors import RunFailed, UserError
+from ..policy import Policy, PolicyConfig
+from ..policy.shards import Shards, read_bits, stored_manifest
+from ..policy.stored import stored_parts
+from ..policy.weights import Publication, WeightManifest
+
+Stored = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+class WeightEngine(Protocol):
+    """What loads weights between two steps, and says what it serves. Tensors are named as in the
+    checkpoint that it started from."""
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Serve other tensors in the place of all of the checkpoint's. `RunFailed` where they are
+        not those by name and shape, before anything is touched, and where loading fails."""
+        ...
+
+    def difference(self, weights: Mapping[str, Tensor]) -> str | None:
+        """What is being served and is not what loading ``weights`` gives, bit for bit, naming the
+        first tensor; None if nothing. Nothing is changed."""
+        ...
+
+    def score(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
+        """Log-probs of tokens 1..n-1 of int64 [n], fp32 [n - 1], without a step of anybody else."""
+        ...
+
+
+class EngineWeights:
+    """`Holder` of an engine. What it serves is kept on the host, to go back to.
+
+    ``manifest`` is that of publications, whose tensors ``stored`` renames and divides.
+    """
+
+    def __init__(
+        self, engine: WeightEngine, folder: Path, manifest: WeightManifest, stored: Stored
+    ) -> None:
+        self._engine, self._folder, self._stored = engine, folder, stored
+        self._manifest = manifest
+        self._held: dict[str, Tensor] | None = None  # None: what the files of the folder have
+        self._loaded: dict[str, Tensor] = {}
+
+    @property
+    def manifest(self) -> WeightManifest:
+        return self._manifest
+
+    @contextmanager
+    def serving(self, weights: dict[str, Tensor]) -> Iterator[None]:
+        self._loaded = self._stored(weights)
+        try:
+            self._engine.load(self._loaded)
+            yield
+        except BaseException:
+            self._go_back()
+            raise
+        self._held = self._loaded
+
+    def difference(self, publication: Publication) -> str | None:
+        return self._engine.difference(self._loaded)
+
+    def score(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
+        return self._engine.score(token_ids, temperature)
+
+    def _go_back(self) -> None:
+        """Serve what was served before; RunFailed unless that is proven."""
+        self._loaded = {}
+        old = read_stored(self._folder) if self._held is None else self._held
+        self._engine.load(old)
+        lost = self._engine.difference(old)
+        if lost is not None:
+            raise RunFailed(
+                f"weight sync: the weights of before are not served again ({lost}); resume the run"
+            )
+
+
+def policy_weights(engine: WeightEngine, folder: Path, config: PolicyConfig) -> EngineWeights:
+    """The `Holder` of an engine that started from the checkpoint of one of our policies.
+
+    UserError for one beside a vision tower, whose tensors no publication has.
+    """
+    if config.nested:
+        raise UserError(
+            f"{folder}: has a vision tower, which rollout.engine=vllm does not take; use "
+            "rollout.engine=native"
+        )
+    with torch.device("meta"):
+        manifest = WeightManifest.of(Policy(config).state_dict())
+    decays = {s.shape for s in stored_manifest(folder).specs if s.name.endswith(".A_log")}
+    if len(decays) == 1:
+        config.remember_a_log(decays.pop())
+
+    def stored(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: part
+            for whole, tensor in weights.items()
+            for name, part in stored_parts(whole, tensor, config, export=False)
+        }
+
+    return EngineWeights(engine, folder, manifest, stored)
+
+
+def read_stored(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint folder, as they lie in its files."""
+    with Shards(folder) as shards:
+        return {stored.name: read_bits(stored) for stored in shards.tensors.values()}

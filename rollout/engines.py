@@ -1,0 +1,81 @@
+"""The engine of a rollout actor, built from a checkpoint as `RolloutConfig.engine` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..configs.errors import UserError
+from ..configs.schema import ChatConfig, RolloutConfig
+from ..policy.checkpoint import load_checkpoint
+from ..policy.records import read_config, read_stage
+from ..policy.tokenizer import ChatFormat, chat_of, load_tokenizer
+from .engine_weights import policy_weights
+from .generator import NativeGenerator
+from .requests import RequestGenerator
+from .sync import Holder, PolicyWeights
+from .types import Generator
+from .vllm import VllmEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What plays, what takes weights over for it, and how its policy speaks."""
+
+    generator: Generator
+    holder: Holder
+    chat: ChatFormat
+
+
+def build(
+    checkpoint: str,
+    rollout: RolloutConfig,
+    context: int,
+    seed: int,
+    chat: ChatConfig,
+    *,
+    images: bool = False,
+    record_routes: bool = False,
+) -> Built:
+    """Load the checkpoint into the engine. UserError for what that engine cannot do."""
+    if rollout.engine == "native":
+        return _native(checkpoint, rollout, seed, chat, images, record_routes)
+    for wanted, name in ((images, "images"), (record_routes, "routes")):
+        if wanted:
+            raise UserError(f"rollout.engine=vllm has no {name}; use rollout.engine=native")
+    folder = Path(checkpoint)
+    spoken = chat_of(load_tokenizer(folder), read_stage(folder), chat)
+    engine = VllmEngine(
+        folder,
+        context,
+        concurrency=rollout.concurrency,
+        memory=rollout.vllm.memory,
+        dtype=rollout.vllm.dtype,
+        eager=rollout.vllm.eager,
+    )
+    holder = policy_weights(engine, folder, read_config(folder))
+    return Built(RequestGenerator(engine, seed, rollout.keep_states), holder, spoken)
+
+
+def _native(
+    checkpoint: str,
+    rollout: RolloutConfig,
+    seed: int,
+    chat: ChatConfig,
+    images: bool,
+    record_routes: bool,
+) -> Built:
+    loaded = load_checkpoint(checkpoint, vision=images)
+    policy = loaded.policy
+    policy.v_head = None  # values are the learner's
+    if rollout.gpus > 0:
+        policy.to(torch.device("cuda"))  # type: ignore[arg-type] - Module.to
+    spoken = chat_of(loaded.tokenizer, loaded.stage, chat)
+    if images and policy.config.image_rules is not None:
+        spoken = spoken.seeing(policy.config.image_rules)
+    generator = NativeGenerator(
+        policy, seed, keep_states=rollout.keep_states, record_routes=record_routes
+    )
+    return Built(generator, PolicyWeights(policy), spoken)
