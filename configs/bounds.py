@@ -198,6 +198,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "gpu_gib": _POSITIVE,
         "reserve": _Range(0, 1, half=True),
         "ranks": _ONE,
+        "expert_parallel": _ONE,
         "serve_gpus": _ONE,
     },
 }

@@ -279,5 +279,8 @@ class PlanConfig:
     gpu_gib: float = 80.0  # memory of a GPU
     reserve: float = 0.1  # share of it that is left free, for buffers and fragments
     ranks: int = 8  # GPUs of the learner, over which ZeRO shards
+    optimizer: Literal["adamw", "muon"] = "adamw"  # this and the next two as in learner
+    expert_parallel: int = 1
+    checkpointing: Literal["none", "layers"] = "none"
     serve_gpus: int = 1  # GPUs of rollout that hold one copy of the weights together
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of rollout's weights and caches

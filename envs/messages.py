@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
 
-from .types import IMAGE_PLACEHOLDER, Action, Effort, Image, Message, Role, ToolCall
+from .types import IMAGE_PLACEHOLDER, Action, Effort, Image, Message, Role, ToolCall, escaped
 
 Tools = Sequence[Mapping[str, Any]]
 ToolChoice = Literal["auto", "none", "required"]
@@ -110,17 +111,21 @@ def opening(
 def shown(role: Role, *parts: str | Image | np.ndarray) -> Message:
     """A message of texts and images in their order, e.g. ``shown("user", pixels, " Which?")``.
 
-    Arrays are uint8 [height, width, 3]. ValueError for a text that holds the placeholder of images.
+    Arrays are uint8 [height, width, 3]. A text beside an image that reads like its placeholder is
+    kept apart from it by a backslash in the content, which the policy does not see.
     """
-    if any(isinstance(part, str) and IMAGE_PLACEHOLDER in part for part in parts):
-        raise ValueError(f"a text holds the placeholder of images, {IMAGE_PLACEHOLDER}")
     images = tuple(
         part if isinstance(part, Image) else Image(part)
         for part in parts
         if not isinstance(part, str)
     )
-    texts = [part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in parts]
-    return Message(role, "".join(texts), images=images)
+    if not images:
+        return Message(role, "".join(part for part in parts if isinstance(part, str)))
+    content = ""
+    for is_text, some in groupby(parts, lambda part: isinstance(part, str)):
+        both = [part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in some]
+        content += escaped("".join(both)) if is_text else "".join(both)
+    return Message(role, content, images=images)
 
 
 def said(action: str) -> Message:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -17,16 +18,49 @@ Effort = Literal["low", "medium", "high", "max"]
 class ToolCall:
     """A call that the policy makes, e.g. ``ToolCall("search", {"query": "kda", "limit": 3})``.
 
-    ``arguments`` are JSON values by name; a string is the raw text of a call whose arguments could
-    not be read as a JSON object.
+    ``arguments`` are JSON values by name, kept as dicts and lists; a string is the raw text of a
+    call whose arguments could not be read as a JSON object.
     """
 
     tool: str
     arguments: Mapping[str, Any] | str = field(default_factory=dict[str, Any])
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.arguments, str):
+            object.__setattr__(self, "arguments", _as_json(self.arguments))
+
+
+def _as_json(value: Any) -> Any:
+    """A copy in which every mapping is a dict and every tuple a list. A policy may nest what it
+    says more deeply than Python calls itself."""
+    whole = [value]
+    left: list[tuple[Any, Any]] = [(whole, 0)]
+    while left:
+        place, key = left.pop()
+        inner = place[key]
+        if isinstance(inner, Mapping):
+            place[key] = copied = dict(cast(Mapping[Any, Any], inner))
+            left += [(copied, name) for name in copied]
+        elif isinstance(inner, list | tuple):
+            place[key] = listed = list(cast(Sequence[Any], inner))
+            left += [(listed, index) for index in range(len(listed))]
+    return whole[0]
+
 
 IMAGE_PLACEHOLDER = "<|kimi_image_placeholder|>"
 """Stands in the content of a message for each of its images."""
+
+_LIKE_PLACEHOLDER = re.compile(r"(<\|kimi_image_placeholder)(\\*)(\|>)")
+
+
+def escaped(text: str) -> str:
+    """``text`` for the content of a message with images: no part of it stands for an image."""
+    return _LIKE_PLACEHOLDER.sub(r"\1\2\\\3", text)
+
+
+def unescaped(text: str) -> str:
+    """The text that `escaped` was given."""
+    return _LIKE_PLACEHOLDER.sub(lambda found: found[1] + found[2][1:] + found[3], text)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,6 +29,7 @@ from ..policy.checkpoint import load_policy, save_policy
 from ..rollout.vllm import Served, serve
 from .measure import versions
 from .parity import (
+    FAINT,
     MISTAKES,
     Agreement,
     Scored,
@@ -101,7 +102,8 @@ def bench_parity(config: ParityBenchConfig) -> int:
     record |= figures(found)
     if config.output is not None:
         write(Path(config.output), record, found)
-    print(json.dumps({key: record[key] for key in ("logprobs", "routes", "mistakes")}, indent=1))
+    shown = ("logprobs", "routes", "mistakes", "faint")
+    print(json.dumps({key: record[key] for key in shown}, indent=1))
     failures = judge(record)
     if failures:
         raise RunFailed("; ".join(failures))
@@ -115,14 +117,20 @@ def draw_prompts(config: PolicyConfig, lengths: Sequence[int], seed: int) -> lis
 
 
 def check_policy(policy: Policy, prompts: Sequence[np.ndarray]) -> dict[str, Any]:
-    """The spread of the logits, and how far each mistake moves log-probs (nats, the mean)."""
+    """The spread of the logits, and how far each mistake moves log-probs (nats, the mean); the
+    ``faint`` ones apart."""
     ids = torch.from_numpy(min(prompts, key=len)).to(policy.device)
     right = score(policy, ids).logprobs
-    moved: dict[str, float] = {}
-    for mistake in MISTAKES:
-        with mistaken(policy, mistake):
-            moved[mistake] = float((score(policy, ids).logprobs - right).abs().mean())
-    return {"logit_std": logit_std(policy, ids), "mistakes": moved}
+
+    def moved(mistakes: Sequence[str]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for mistake in mistakes:
+            with mistaken(policy, mistake):
+                found[mistake] = float((score(policy, ids).logprobs - right).abs().mean())
+        return found
+
+    spread = logit_std(policy, ids)
+    return {"logit_std": spread, "mistakes": moved(MISTAKES), "faint": moved(FAINT)}
 
 
 def score_all(policy: Policy, served: Sequence[Served]) -> list[Scored]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..policy import Policy, PolicyConfig
 from ..policy.attention import GatedMLA, RMSNorm
 from ..policy.kda import HeadNorm, KimiDeltaAttention, ShortConv
-from ..policy.moe import Experts, Router
+from ..policy.moe import Experts, LatentMoE, Router
 
 QUERY_STD, THRESHOLD_STD, LOGIT_STD, ROUTER_STD = 0.5, 0.1, 2.1, 0.2
 # Of attention scores: a few of many keys count then, so that long contexts do not average out.
@@ -38,6 +38,14 @@ MISTAKES = (
     "zeroed depth queries",
     "two KDA heads swapped",
     "two MLA heads swapped",
+)
+# The gains above damp these below what the comparison can tell; they are reported, not judged.
+FAINT = (
+    "SwiGLU in routed experts",
+    "no weight of the routed norm",
+    "a gate bound of -4",
+    "no weight of the head norm",
+    "latent norms with epsilon 1e-6",
 )
 
 
@@ -123,12 +131,15 @@ def _fill(module: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def mistaken(policy: Policy, mistake: str) -> Iterator[None]:
-    """The policy with one of `MISTAKES` made in every layer."""
+    """The policy with one of `MISTAKES` or `FAINT` made in every layer."""
     kept: list[tuple[Tensor, Tensor]] = []
-    with torch.no_grad():
+    with torch.no_grad(), ExitStack() as stack:
         for tensor, wrong in _changes(policy, mistake):
             kept.append((tensor, tensor.clone()))
             tensor.copy_(wrong)
+        for module, name, value in _settings(policy, mistake):
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
         try:
             yield
         finally:
@@ -144,10 +155,27 @@ def _changes(policy: Policy, mistake: str) -> Iterator[tuple[Tensor, Tensor]]:
             yield module.v_proj.weight, swapped(module.v_proj.weight, module.num_heads)
         elif mistake == MISTAKES[3] and isinstance(module, GatedMLA):
             yield module.kv_b_proj.weight, swapped(module.kv_b_proj.weight, module.num_heads)
+        elif mistake == FAINT[1] and isinstance(module, LatentMoE) and module.latent_norm:
+            weight = module.routed_expert_norm.weight
+            yield weight, torch.ones_like(weight)
+        elif mistake == FAINT[3] and isinstance(module, HeadNorm):
+            yield module.weight, torch.ones_like(module.weight)
     if mistake == MISTAKES[1]:
         for name, parameter in policy.named_parameters():
             if name.endswith("_res_proj.weight"):
                 yield parameter, torch.zeros_like(parameter)
+
+
+def _settings(policy: Policy, mistake: str) -> Iterator[tuple[nn.Module, str, Any]]:
+    for module in policy.modules():
+        if mistake == FAINT[0] and isinstance(module, LatentMoE):
+            yield module, "activation", None
+        elif mistake == FAINT[2] and isinstance(module, KimiDeltaAttention):
+            yield module, "lower_bound", -4.0
+        elif mistake == FAINT[4] and isinstance(module, GatedMLA):
+            yield module.kv_a_layernorm, "eps", 1e-6
+            if module.low_rank_query:
+                yield module.q_a_layernorm, "eps", 1e-6
 
 
 def swapped(weight: Tensor, heads: int) -> Tensor:

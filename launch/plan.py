@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ..configs.bounds import check_bounds
 from ..configs.errors import UserError
 from ..configs.schema import PlanConfig
-from ..policy.config import PolicyConfig
+from ..policy import Policy, PolicyConfig
 from ..policy.count import (
     Counts,
+    LearnerSizes,
     StateSizes,
     activation_bytes,
     count_parameters,
@@ -20,6 +23,7 @@ from ..policy.count import (
     state_sizes,
 )
 from ..policy.records import parse_config, read_config, read_json, read_stage
+from ..rl.optimizer import uses_muon
 from .fresh import policy_presets
 from .prepare import find_checkpoint
 
@@ -36,20 +40,64 @@ class Fit:
     context: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Numbers of parameters: all, those of routed experts, and those that Muon has."""
+
+    parameters: int
+    experts: int = 0
+    muon: int = 0
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, config: PlanConfig) -> Trained:
+        """Those of a text policy; UserError for experts that cannot be divided so."""
+        counts = count_parameters(policy)
+        experts, parts = counts.parts["routed experts"], config.expert_parallel
+        if config.ranks % parts:
+            raise UserError(f"expert_parallel={parts} must divide ranks={config.ranks}")
+        if parts > 1 and (not experts or policy.num_experts % parts):
+            number = policy.num_experts if experts else 0
+            raise UserError(f"expert_parallel={parts} must divide the policy's {number} experts")
+        if config.optimizer == "adamw":
+            return cls(counts.total, experts)
+        with torch.device("meta"):
+            named = Policy(policy).named_parameters()
+        return cls(counts.total, experts, sum(p.numel() for n, p in named if uses_muon(n, p)))
+
+    def sizes(self, config: PlanConfig, zero_stage: int) -> LearnerSizes:
+        """What a rank holds of them."""
+        return learner_sizes(
+            self.parameters,
+            config.ranks,
+            zero_stage,
+            experts=self.experts,
+            expert_parallel=config.expert_parallel,
+            muon=self.muon,
+        )
+
+
+def zero_stages(config: PlanConfig) -> range:
+    """Those that go with the settings, as `LearnerConfig` has them."""
+    if config.expert_parallel == 1:
+        return range(4)
+    return range(1 if config.optimizer == "muon" else 3)
+
+
 def plan(source: str, config: PlanConfig) -> int:
     """Print the sizes of what ``source`` names; 0."""
     check_bounds(config)
-    policy, trained = read_policy(source)
-    context = config.context or trained or policy.max_position_embeddings
+    policy, longest = read_policy(source)
+    context = config.context or longest or policy.max_position_embeddings
     if context < 1:
         raise UserError(f"{source}: is trained for no context yet; give context=TOKENS")
     counts = count_parameters(policy)
     sizes = state_sizes(policy, ITEMSIZE[config.dtype])
+    trained = Trained.of(policy, config)
     for line in (
         *_counted(policy, counts),
         *_vision(config, count_vision(policy)),
         *_rollout(config, counts, sizes, context),
-        *_learner(config, counts, activation_bytes(policy), context),
+        *_learner(config, trained, activation_bytes(policy, config.checkpointing), context),
     ):
         print(line)
     return 0
@@ -83,10 +131,10 @@ def rollout_fit(
 
 
 def learner_fit(
-    config: PlanConfig, parameters: int, per_token: int, context: int, zero_stage: int
+    config: PlanConfig, trained: Trained, per_token: int, context: int, zero_stage: int
 ) -> Fit:
     """What a rank trains in one micro-batch; a sequence is never split over ranks."""
-    fixed = learner_sizes(parameters, config.ranks, zero_stage).total
+    fixed = trained.sizes(config, zero_stage).total
     tokens = max(0, usable_bytes(config) - fixed) // per_token
     return Fit(tokens // context, tokens // config.batch)
 
@@ -119,8 +167,8 @@ def _vision(config: PlanConfig, parts: dict[str, int]) -> Iterator[str]:
     for part, number in parts.items():
         yield f"  {part:<20}{_count(number):>12}"
     yield f"  {'rollout weights':<20}{_bytes(total * ITEMSIZE[config.dtype]):>12}"
-    for stage in range(4):
-        size = learner_sizes(total, config.ranks, stage).total
+    for stage in zero_stages(config):
+        size = Trained(total).sizes(config, stage).total
         yield f"  {f'learner, ZeRO {stage}':<20}{_bytes(size):>12}"
 
 
@@ -143,16 +191,20 @@ def _rollout(config: PlanConfig, counts: Counts, sizes: StateSizes, context: int
     yield f"  largest context     {_number(fit.context):>12}  tokens, batch {config.batch}"
 
 
-def _learner(config: PlanConfig, counts: Counts, per_token: int, context: int) -> Iterator[str]:
+def _learner(config: PlanConfig, trained: Trained, per_token: int, context: int) -> Iterator[str]:
+    name = "Muon" if trained.muon else "AdamW"
+    parts = config.expert_parallel
+    divided = f", experts over {parts} of them" if parts > 1 else ""
+    again = ", layers computed again" if config.checkpointing == "layers" else ""
     yield ""
-    yield f"learner         AdamW, fp32 masters, {config.ranks} ranks; GiB on each"
-    yield f"  activations take about {_bytes(per_token)} per token"
+    yield f"learner         {name}, fp32 masters, {config.ranks} ranks{divided}; GiB on each"
+    yield f"  activations take about {_bytes(per_token)} per token{again}"
     yield f"  {'ZeRO':<6}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'all':>10}" + (
         f"{'largest batch':>15}{'largest context':>17}"
     )
-    for stage in range(4):
-        sizes = learner_sizes(counts.total, config.ranks, stage)
-        fit = learner_fit(config, counts.total, per_token, context, stage)
+    for stage in zero_stages(config):
+        sizes = trained.sizes(config, stage)
+        fit = learner_fit(config, trained, per_token, context, stage)
         cells = (sizes.weights, sizes.gradients, sizes.optimizer, sizes.total)
         widths = (10, 11, 11, 10)
         row = "".join(f"{n / GIB:>{w},.2f}" for n, w in zip(cells, widths, strict=True))

@@ -14,7 +14,7 @@ from ..kernels.precision import widen
 from .config import PolicyConfig
 from .joint import each, trained
 from .packing import Packing
-from .state import LatentCache, Placed
+from .state import LatentCache, LayerStep
 
 MAX_SCORES = 1 << 26  # attention scores of a decoding layer that exist at once; 256 MiB in fp32
 
@@ -72,12 +72,12 @@ class GatedMLA(nn.Module):
         self,
         x: torch.Tensor,
         packing: Packing,
-        state: LatentCache | Placed | None,
+        state: LatentCache | LayerStep | None,
         past: torch.Tensor | None,
     ) -> torch.Tensor:
         """``x [T, D]`` -> ``[T, D]``; with ``state`` the new latents are appended after the
         ``past`` [N] tokens of each sequence."""
-        if isinstance(state, Placed) and past is not None:
+        if isinstance(state, LayerStep) and past is not None:
             return self._step(x, state, past)
         parts = self.projections()
         found = trained(x, [(part,) for part in parts])
@@ -95,7 +95,7 @@ class GatedMLA(nn.Module):
             out = out * torch.sigmoid(gate[0] if gate else self.g_proj(x))
         return self.o_proj(out)
 
-    def _step(self, x: torch.Tensor, state: Placed, past: torch.Tensor) -> torch.Tensor:
+    def _step(self, x: torch.Tensor, state: LayerStep, past: torch.Tensor) -> torch.Tensor:
         """One token of some sequences of a cache, which is added to where it lies."""
         cache = state.kept
         assert isinstance(cache, LatentCache)

@@ -9,7 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..configs.errors import UserError
 from .shards import Shards, StoredTensor, read_bits
+
+Kinds = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 TOWER = ("vision_tower.", "mm_projector.")  # these names have no prefix in files
 
@@ -23,7 +26,8 @@ class CarriedTower:
     """Where the tensors of a vision tower lie; iterates over their names and bits.
 
     Its files stay open, so that it is there whatever becomes of their folder: a run moves its
-    checkpoints, and deletes old ones. Copies are the same object.
+    checkpoints, and deletes old ones. Copies are the same object; another process, which a pickled
+    one is sent to, opens the files anew.
     """
 
     def __init__(self, folder: Path, tensors: Sequence[StoredTensor]) -> None:
@@ -41,10 +45,23 @@ class CarriedTower:
         return cls(shards.folder.absolute(), found) if found else None
 
     @classmethod
-    def reopen(cls, folder: Path) -> CarriedTower | None:
-        """The tower of a folder, in another process."""
-        with Shards(folder) as shards:
-            return cls.of(shards)
+    def reopen(cls, folder: Path, kinds: Kinds) -> CarriedTower:
+        """The tower of a folder, in another process; UserError where it is no longer there."""
+        if folder.is_dir():
+            with Shards(folder) as shards:
+                tower = cls.of(shards)
+            if tower is not None and tower.kinds == kinds:
+                return tower
+        raise UserError(
+            f"{folder}: the vision tower of a policy that was read from there without it is gone; "
+            "keep the folder as long as the policy is sent to other processes, or read it with "
+            "vision=True"
+        )
+
+    @property
+    def kinds(self) -> Kinds:
+        """Name, dtype and shape of each tensor."""
+        return tuple((stored.name, stored.dtype, stored.shape) for stored in self._tensors)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((stored.name, read_bits(stored)) for stored in self._tensors)
@@ -53,7 +70,7 @@ class CarriedTower:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CarriedTower.reopen, (self._folder,)
+        return CarriedTower.reopen, (self._folder, self.kinds)
 
     def __del__(self) -> None:
         for file in getattr(self, "_files", {}).values():

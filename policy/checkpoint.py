@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from .config import PolicyConfig
 from .model import Policy
 from .published import saved_fields
 from .records import (
+    CONFIG_FILE,
     PREPROCESSOR_FILE,
     STAGE_FILE,
     StageRecord,
@@ -38,12 +40,13 @@ from .records import (
     stage_fields,
     write_json,
 )
-from .shards import INDEX_FILE, SINGLE_FILE, write_shard
-from .stored import read_weights, stored_parts
+from .shards import FLOATS, INDEX_FILE, SINGLE_FILE, check_finite, write_shard
+from .stored import file_notes, read_weights, stored_parts
 from .tokenizer import END_OF_MESSAGE, MEDIA_PAD, load_tokenizer, tokenizer_sha256
-from .value import VALUE_PREFIX, read_value_head, write_value_head
+from .value import VALUE_FILE, VALUE_PREFIX, read_value_head, write_value_head
 
 SHARD_BYTES = 4 * 10**9
+_WEIGHT_FILES = ("model-*.safetensors", SINGLE_FILE, INDEX_FILE, VALUE_FILE)
 
 Weights = Policy | Mapping[str, Tensor] | Iterator[tuple[str, Tensor]]
 
@@ -76,11 +79,8 @@ def save_checkpoint(
     """
     folder = Path(folder)
     check_replaceable(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.parent / f".{folder.name}.partial"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
+    _check_ids(folder, tokenizer, config)
+    with _beside(folder) as temporary:
         dtype = _write_weights(temporary, weights, config, export)
         tokenizer.save_pretrained(temporary)
         changes = {
@@ -89,19 +89,11 @@ def save_checkpoint(
             "pad_token_id": tokenizer.pad_token_id,
             "eos_token_id": tokenizer.backend_tokenizer.token_to_id(END_OF_MESSAGE),
         }
-        write_json(
-            temporary / "config.json", saved_fields(config.to_dict(), changes, dtype, export)
-        )
+        write_json(temporary / CONFIG_FILE, saved_fields(config.to_dict(), changes, dtype, export))
         write_json(temporary / STAGE_FILE, stage_fields(stage))
         _write_preprocessor(temporary, config)
         for name, text in (notes or {}).items():
             (temporary / name).write_text(text, encoding="utf-8")
-        for file in temporary.iterdir():
-            _flush(file)
-        _flush(temporary)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)  # a full disk wants its space back
-        raise
     if folder.exists():
         old = folder.parent / f".{folder.name}.old"
         shutil.rmtree(old, ignore_errors=True)
@@ -126,11 +118,7 @@ def load_checkpoint(
     config = read_config(folder)
     tokenizer = load_tokenizer(folder)
     stage = read_stage(folder)
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"{folder}: the tokenizer has {len(tokenizer)} tokens, config.json says "
-            f"vocab_size={config.vocab_size}"
-        )
+    _check_ids(folder, tokenizer, config)
     digest = tokenizer_sha256(tokenizer)
     if stage.tokenizer_sha256 not in ("", digest):
         raise UserError(
@@ -148,9 +136,13 @@ def load_policy(
     """Only the policy of a folder, where ``dtype`` is None with the bits of its files; errors as
     `load_checkpoint`. Experts that are stored as MXFP4 are bfloat16 then, which holds them.
 
-    The vision tower is built only with ``vision``. Otherwise its tensors are not looked at and stay
-    in their files, which the policy's configuration keeps open: a save copies them.
+    The vision tower is built only with ``vision``. Otherwise its names, shapes and dtypes are
+    checked, and its tensors stay in their files, which the policy's configuration keeps open: a
+    save copies them, and refuses those that are not finite.
     """
+    if dtype not in (None, *FLOATS.values()):
+        names = ", ".join(map(str, FLOATS.values()))
+        raise UserError(f"dtype={dtype!r} must be None or one of {names}")
     folder = Path(folder)
     config = read_config(folder)
     with torch.device("meta"):
@@ -164,15 +156,37 @@ def load_policy(
     return policy.eval()
 
 
-def save_policy(folder: str | Path, policy: Policy, *, export: bool = False) -> None:
-    """Config and weights alone, for tools that need no more; not atomic, an existing folder is
-    written into. ``export`` as in `save_checkpoint`."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    dtype = _write_weights(folder, policy, policy.config, export)
-    fields = saved_fields(policy.config.to_dict(), {}, dtype, export)
-    write_json(folder / "config.json", fields)
-    _write_preprocessor(folder, policy.config)
+def save_policy(
+    folder: str | Path, policy: Policy, *, export: bool = False, weights: Weights | None = None
+) -> None:
+    """Config and weights alone, for tools that need no more, in the place of those that are there;
+    what else lies in the folder stays. ``export`` and ``weights``, by default the policy's own, as
+    in `save_checkpoint`.
+
+    Until all is written the folder is as it was. Then files are moved into it one by one, the
+    configuration last: without one nothing reads the folder.
+    """
+    folder, config = Path(folder).absolute(), policy.config
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: is no folder; choose another one to save into")
+    with _beside(folder) as temporary:
+        given = policy if weights is None else weights
+        dtype = _write_weights(temporary, given, config, export)
+        fields = saved_fields(config.to_dict(), {}, dtype, export)
+        write_json(temporary / CONFIG_FILE, fields)
+        _write_preprocessor(temporary, config)
+    if not folder.exists():
+        temporary.rename(folder)
+        _flush(folder.parent)
+        return
+    for pattern in (CONFIG_FILE, *_WEIGHT_FILES, PREPROCESSOR_FILE):
+        for stale in folder.glob(pattern):
+            stale.unlink()
+    moved = sorted(temporary.iterdir(), key=lambda file: file.name == CONFIG_FILE)
+    for file in moved:
+        file.rename(folder / file.name)
+    temporary.rmdir()
+    _flush(folder)
 
 
 def _check_placeholder(
@@ -188,21 +202,51 @@ def _check_placeholder(
         )
 
 
+def _check_ids(folder: Path, tokenizer: PreTrainedTokenizerFast, config: PolicyConfig) -> None:
+    """Every id must have a row of the embedding; there may be gaps between ids."""
+    last = max(tokenizer.get_vocab().values(), default=-1)
+    if last >= config.vocab_size:
+        raise UserError(
+            f"{folder}: the tokenizer has tokens up to id {last}, config.json says "
+            f"vocab_size={config.vocab_size}"
+        )
+
+
 def check_replaceable(folder: Path) -> None:
     """Refuse to put a checkpoint in the place of anything but a checkpoint, which has no folders
     inside: those are a run's, its stages or what it goes on from."""
     if not folder.exists():
         return
     inside = list(folder.iterdir()) if folder.is_dir() else [folder]
-    if inside and not (folder / "config.json").is_file():
+    if inside and not (folder / CONFIG_FILE).is_file():
         raise UserError(f"output {folder}: exists and is no checkpoint; choose another output")
     for path in inside:
         if path.is_dir() or path.name == "run.json":
             raise UserError(f"output {folder}: holds {path.name} of a run; choose another output")
 
 
+@contextmanager
+def _beside(folder: Path) -> Iterator[Path]:
+    """An empty folder beside ``folder`` to write into, on the disk when the context ends; after an
+    error it is removed."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.parent / f".{folder.name}.partial"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            _flush(file)
+        _flush(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk wants its space back
+        raise
+
+
 def _write_weights(folder: Path, weights: Weights, config: PolicyConfig, export: bool) -> str:
     """Write shards of at most `SHARD_BYTES` and their index; the dtype of most tensors."""
+    if export:
+        config.check_packing("to be exported")
     if isinstance(weights, Policy):
         weights = weights.state_dict()
     lasting = isinstance(weights, Mapping)  # what an iterator gives is valid until its next
@@ -217,6 +261,7 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig, export:
                 yield name, tensor
 
     parts = _parts(rest(), config, export)
+    notes = file_notes(config)
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     total = size = 0
@@ -225,17 +270,15 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig, export:
         if stored.endswith("embed_tokens.weight"):
             dtype = str(part.dtype).removeprefix("torch.")
         if shard and size + part.nbytes > SHARD_BYTES:
-            write_shard(folder / _part(len(shards)), shard)
+            write_shard(folder / _part(len(shards)), shard, notes)
             shards.append(list(shard))
             shard, size = {}, 0
         shard[stored] = part if lasting else part.clone()
         size += part.nbytes
         total += part.nbytes
-    write_shard(folder / _part(len(shards)), shard)
+    write_shard(folder / _part(len(shards)), shard, notes)
     shards.append(list(shard))
     write_value_head(folder, {} if export else head, config.hidden_size)
-    for stale in (*folder.glob("model-*.safetensors"), folder / INDEX_FILE, folder / SINGLE_FILE):
-        stale.unlink(missing_ok=True)
     if len(shards) == 1:
         (folder / _part(0)).rename(folder / SINGLE_FILE)
         return dtype
@@ -268,7 +311,9 @@ def _parts(
     if expected:
         raise ValueError(f"checkpoint: tensors missing: {listed(sorted(expected))}")
     if config.carried_tower is not None and not built:
-        yield from config.carried_tower
+        for stored, tensor in config.carried_tower:
+            check_finite(stored, tensor)
+            yield stored, tensor
     elif config.vision is not None and not built:
         raise UserError(
             "checkpoint: config.json has a vision_config, but the policy was made without a vision "

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
+from ..configs.errors import UserError
+from .fields import check_field
 from .published import VISION, Published, stores_mxfp4, text_fields
 from .vision_config import MEDIA_TOKEN_ID, ImageRules, VisionConfig
 
 if TYPE_CHECKING:
     from .carried import CarriedTower
 
-# Whole numbers that may be 0; all others count something that must be there.
-_MAY_BE_ZERO = (
-    "first_k_dense_replace",
-    "num_shared_experts",
-    "num_nextn_predict_layers",
-    "max_position_embeddings",
-)
 _LATENT = "routed_expert_hidden_size"
+_BIASES = ("attention_bias", "mlp_bias")  # other ports have them; no projection here has one
 MXFP4_GROUP = 32
 _LINEAR_KINDS = {
     "num_heads": "int",
@@ -137,17 +131,8 @@ class PolicyConfig(PretrainedConfig):
                 f"layer 1..{self.num_hidden_layers} once, got {listed}"
             )
         if self.expert_fake_quant:
-            latent = self.routed_expert_hidden_size
-            inputs = (
-                ("moe_intermediate_size", self.moe_intermediate_size),
-                ("hidden_size", self.hidden_size) if latent is None else (_LATENT, latent),
-            )
-            for name, value in inputs:
-                if value % MXFP4_GROUP:
-                    raise ValueError(
-                        f"config.json: {name}={value} must be a multiple of {MXFP4_GROUP} "
-                        "with expert_fake_quant=true"
-                    )
+            self.check_packing("with expert_fake_quant=true")
+        no_latent = self.routed_expert_hidden_size is None
         unsupported = {
             "moe_router_activation_func": self.moe_router_activation_func != "sigmoid",
             "moe_renormalize": not self.moe_renormalize,
@@ -157,33 +142,60 @@ class PolicyConfig(PretrainedConfig):
             "topk_method": self.topk_method != "noaux_tc",
             "tie_word_embeddings": self.tie_word_embeddings,
             "num_experts_per_token": not 1 <= self.num_experts_per_token <= self.num_experts,
+            "num_key_value_heads": self.num_key_value_heads != self.num_attention_heads,
+            "num_nextn_predict_layers": self.num_nextn_predict_layers != 0,
+            "topk_group": self.topk_group != 1,
+            "latent_moe_use_norm": self.latent_moe_use_norm and no_latent,
+            **{name: bool(getattr(self, name, False)) for name in _BIASES},
         }
         for name, wrong in unsupported.items():
             if wrong:
                 raise ValueError(f"config.json: {name}={getattr(self, name)!r} is not supported")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            given = getattr(self, name)
+            ids = given if isinstance(given, list) else [] if given is None else [given]
+            if not all(type(index) is int and 0 <= index < self.vocab_size for index in ids):
+                raise ValueError(
+                    f"config.json: {name}={given!r} must be null or a token of the vocabulary, "
+                    f"0 to {self.vocab_size - 1}"
+                )
+
+    def check_packing(self, why: str) -> None:
+        """UserError unless experts can be stored as MXFP4, which takes numbers in groups."""
+        latent = self.routed_expert_hidden_size
+        inputs = (
+            ("moe_intermediate_size", self.moe_intermediate_size),
+            ("hidden_size", self.hidden_size) if latent is None else (_LATENT, latent),
+        )
+        for name, value in inputs:
+            if value % MXFP4_GROUP and not all(map(self.is_dense, range(self.num_hidden_layers))):
+                raise UserError(
+                    f"config.json: {name}={value} must be a multiple of {MXFP4_GROUP} {why}"
+                )
 
     @classmethod
-    def from_pretrained(  # type: ignore[override] - always of this class
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
-    ) -> Any:
-        """The configuration of a folder; as transformers does it, but a nested file stays whole."""
-        from .records import read_preprocessor
+    def from_pretrained(  # type: ignore[override] - a folder, no hub
+        cls, pretrained_model_name_or_path: str | os.PathLike[str]
+    ) -> PolicyConfig:
+        """The configuration of a folder; UserError for what cannot be read, and where a field is
+        missing that decides what the policy computes."""
+        from .records import read_config
 
-        fields, rest = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
-        made = cls.from_dict(fields, **rest)
-        folder = Path(pretrained_model_name_or_path)
-        if folder.is_dir():
-            config: PolicyConfig = made[0] if isinstance(made, tuple) else made
-            config.remember_preprocessor(read_preprocessor(folder))
-        return made
+        return read_config(pretrained_model_name_or_path)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The configuration of a published file, flat or nested; ValueError names a wrong field."""
+        """The configuration of a published file, flat or nested; ValueError names a wrong field.
+
+        Fields that are missing get the default values of this class, as in its constructor;
+        `from_pretrained` refuses a file in which they would decide anything.
+        """
         made = super().from_dict(text_fields(config_dict), **kwargs)
         config: PolicyConfig = made[0] if isinstance(made, tuple) else made
         config._published = Published(copy.deepcopy(config_dict), config._values())
         _ = config.image_rules  # to be refused here, if it cannot be read
+        if config.stores_mxfp4:
+            config.check_packing("with a quantization_config")
         return made
 
     def to_dict(self) -> dict[str, Any]:
@@ -272,8 +284,13 @@ class PolicyConfig(PretrainedConfig):
 
     @property
     def a_log_shape(self) -> tuple[int, ...] | None:
-        """The shape of ``A_log`` in the files that the policy was read from, if it was."""
-        return None if self._published is None else self._published.a_log_shape
+        """The shape of ``A_log`` in the files that the policy was read from, if it was and has the
+        heads and the gate that it had then."""
+        if self._published is None:
+            return None
+        before, now = self._published.values["linear_attn_config"], self.linear_attn_config or {}
+        same = all(before.get(n) == now.get(n) for n in ("num_heads", "gate_lower_bound"))
+        return self._published.a_log_shape if same else None
 
     def remember_a_log(self, shape: tuple[int, ...]) -> None:
         """Save ``A_log`` in this shape: padding is no part of the policy, but of its files."""
@@ -347,29 +364,6 @@ class PolicyConfig(PretrainedConfig):
             },
         }
         return cls(**(fields | overrides))
-
-
-def check_field(name: str, value: Any, kind: str) -> None:
-    """ValueError naming the field unless ``value`` is of ``kind``, an annotation as text."""
-    least = 0 if name in _MAY_BE_ZERO else 1
-    fits, wanted = {
-        "bool": (type(value) is bool, "true or false"),
-        "int": (type(value) is int and value >= least, f"a whole number of at least {least}"),
-        "float": (_is_number(value) and 0 < value < math.inf, "a positive number"),
-        "bound": (_is_number(value) and -5 <= value < 0, "null or a number in [-5, 0)"),
-        "str": (isinstance(value, str), "a text"),
-        "dict[str, Any]": (isinstance(value, dict), "an object"),
-        "list[int]": (
-            isinstance(value, list | tuple) and all(type(x) is int for x in value),
-            "a list of whole numbers",
-        ),
-    }[kind.removesuffix(" | None")]
-    if not fits and not (value is None and kind.endswith(" | None")):
-        raise ValueError(f"config.json: {name}={value!r} must be {wanted}")
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
 
 
 def full_attention_layers(layers: int) -> list[int]:

@@ -146,44 +146,72 @@ def state_sizes(config: PolicyConfig, itemsize: int) -> StateSizes:
     return StateSizes((config.num_hidden_layers - num_mla) * (recurrent + tails), num_mla * latent)
 
 
-def learner_sizes(parameters: int, ranks: int, zero_stage: int) -> LearnerSizes:
-    """Memory of an AdamW learner whose parameters and gradients are fp32.
+def learner_sizes(
+    parameters: int,
+    ranks: int,
+    zero_stage: int,
+    *,
+    experts: int = 0,
+    expert_parallel: int = 1,
+    muon: int = 0,
+) -> LearnerSizes:
+    """Memory of a learner whose parameters and gradients are fp32.
 
     ZeRO 1 shards the optimizer over ranks, 2 the gradients too, 3 also the weights. Its shards
-    carry a master copy beside the two moments; without ZeRO the weights are their own masters.
+    carry a master copy beside the moments, without ZeRO the weights are their own masters. Moments
+    are two of each parameter, one of the ``muon`` ones. ``experts`` of the parameters are divided
+    over ``expert_parallel`` ranks, and all ``muon`` ones among them.
     """
-    whole = parameters * WIDE_BYTES
-    shard = -(-parameters // ranks) * WIDE_BYTES
+    divided = experts - experts // expert_parallel
+    whole = parameters - divided
+    shard = -(-parameters // ranks)
+    alone = max(0, muon - divided)  # of what a rank holds
+    moments = 2 * whole - alone
+    if zero_stage:
+        moments = 3 * shard - muon // ranks
     return LearnerSizes(
-        weights=shard if zero_stage == 3 else whole,
-        gradients=shard if zero_stage >= 2 else whole,
-        optimizer=3 * shard if zero_stage else 2 * whole,
+        weights=WIDE_BYTES * (shard if zero_stage == 3 else whole),
+        gradients=WIDE_BYTES * (shard if zero_stage >= 2 else whole),
+        optimizer=WIDE_BYTES * moments,
     )
 
 
-def activation_bytes(config: PolicyConfig) -> int:
-    """About what a training forward keeps of each token until backward.
+def activation_bytes(config: PolicyConfig, checkpointing: str = "none") -> int:
+    """About what a training forward keeps of each token until backward, ``checkpointing`` as
+    `Policy` has it.
 
     An estimate from above: `SAVED_COPIES` times what all linear maps but the output head give.
     Their inputs, and what norms, convolutions, gates and the delta rule keep, have the same widths.
+    With "layers" that is only one layer's at a time, the largest; of all others it keeps the sums
+    they begin with and what attention made.
     """
+    outputs = [_layer_outputs(config, i) for i in range(config.num_hidden_layers)]
+    if checkpointing == "none":
+        return SAVED_COPIES * WIDE_BYTES * sum(outputs)
+    num_mla = sum(config.is_mla(i) for i in range(config.num_hidden_layers))
+    kept = 2 * config.hidden_size * config.num_hidden_layers  # the sum so far, and what is added
+    kept += num_mla * config.num_attention_heads * (config.v_head_dim + 1)  # and a sum per head
+    return WIDE_BYTES * (kept + SAVED_COPIES * max(outputs))
+
+
+def _layer_outputs(config: PolicyConfig, layer: int) -> int:
+    """Numbers that the linear maps of a layer give for a token."""
     linear = config.linear_attn_config or {}
     hidden, heads = config.hidden_size, config.num_attention_heads
-    inner = linear["num_heads"] * linear["head_dim"]
-    low_rank = 0 if linear.get("use_full_rank_gate", False) else linear["head_dim"]
-    kda = 5 * inner + linear["head_dim"] + low_rank + linear["num_heads"] + hidden
-    query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
-    value = heads * config.v_head_dim
-    mla = (config.q_lora_rank or 0) + query + config.kv_lora_rank + config.qk_rope_head_dim
-    mla += heads * config.qk_nope_head_dim + value + hidden
-    mla += value if config.mla_use_output_gate else 0
+    if config.is_mla(layer):
+        query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+        value = heads * config.v_head_dim
+        attention = (config.q_lora_rank or 0) + query + config.kv_lora_rank
+        attention += config.qk_rope_head_dim + heads * config.qk_nope_head_dim + value + hidden
+        attention += value if config.mla_use_output_gate else 0
+    else:
+        inner = linear["num_heads"] * linear["head_dim"]
+        low_rank = 0 if linear.get("use_full_rank_gate", False) else linear["head_dim"]
+        attention = 5 * inner + linear["head_dim"] + low_rank + linear["num_heads"] + hidden
+    if config.is_dense(layer):
+        return attention + 2 * config.intermediate_size + hidden
     width, expert = config.routed_expert_hidden_size or hidden, config.moe_intermediate_size
     moe = config.num_experts + config.num_experts_per_token * (2 * expert + width)
     moe += 0 if config.routed_expert_hidden_size is None else width + hidden
     moe += (2 * config.num_shared_experts * expert + hidden) if config.num_shared_experts else 0
-    dense = 2 * config.intermediate_size + hidden
-    outputs = sum(
-        (mla if config.is_mla(i) else kda) + (dense if config.is_dense(i) else moe)
-        for i in range(config.num_hidden_layers)
-    )
-    return SAVED_COPIES * WIDE_BYTES * outputs
+    return attention + moe

@@ -16,31 +16,42 @@ from ..kernels.precision import as_given
 from .config import PolicyConfig
 from .joint import is_plain, joint, stacked, trained
 from .packing import Packing
-from .state import KdaState, Placed, ReplayedKda
+from .precision import Change, kept_wide
+from .state import KdaState, LayerStep, ReplayedKda
 
 
 class ShortConv(nn.Module):
-    """Weights ``[C, 1, W]`` of one causal depthwise convolution."""
+    """Weights ``[C, 1, W]`` of one causal depthwise convolution, fp32 whatever it is cast to."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
 
+    def _apply(self, fn: Change, recurse: bool = True) -> Any:
+        return super()._apply(kept_wide(fn, self.weight), recurse)
+
 
 class HeadNorm(nn.Module):
-    """RMSNorm over a head, one weight ``[V]`` for all heads, times a sigmoid gate."""
+    """RMSNorm over a head, one weight ``[V]`` for all heads, times a sigmoid gate; the weight is
+    fp32 whatever the module is cast to."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
+    def _apply(self, fn: Change, recurse: bool = True) -> Any:
+        return super()._apply(kept_wide(fn, self.weight), recurse)
+
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return gated_norm(x, gate, self.weight, self.eps)
 
 
 class KimiDeltaAttention(nn.Module):
-    """Delta rule with bounded channel-wise decay, short convolutions and an output gate."""
+    """Delta rule with bounded channel-wise decay, short convolutions and an output gate.
+
+    ``A_log`` and ``dt_bias`` stay fp32 whatever it is cast to, as published files have them.
+    """
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
@@ -72,6 +83,9 @@ class KimiDeltaAttention(nn.Module):
         self.o_norm = HeadNorm(self.head_dim, config.rms_norm_eps)
         self.o_proj = project(inner, hidden)
 
+    def _apply(self, fn: Change, recurse: bool = True) -> Any:
+        return super()._apply(kept_wide(fn, self.A_log, self.dt_bias), recurse)
+
     def init_gate(self) -> None:
         """Bias softplus^-1(dt), dt log-uniform in [1e-3, 0.1]; A = 0, or log U(1, 16) where the
         gate has no bound (Kimi Linear)."""
@@ -85,10 +99,10 @@ class KimiDeltaAttention(nn.Module):
                 self.A_log.zero_()
 
     def forward(
-        self, x: torch.Tensor, packing: Packing, state: KdaState | ReplayedKda | Placed | None
+        self, x: torch.Tensor, packing: Packing, state: KdaState | ReplayedKda | LayerStep | None
     ) -> torch.Tensor:
         """``x [T, D]`` normed input -> ``[T, D]``; continues and updates ``state`` in place."""
-        if isinstance(state, Placed):
+        if isinstance(state, LayerStep):
             return self._step(x, state)
         *attended, output, decay, beta = self.projections()
         found = trained(x, (attended, (output,), (decay, beta)))
@@ -144,7 +158,7 @@ class KimiDeltaAttention(nn.Module):
         heads = out.view(len(x), self.num_heads, -1)
         return self.o_proj(self.o_norm(heads, self._gate(x, gate).view(heads.shape)).flatten(1))
 
-    def _step(self, x: torch.Tensor, state: Placed) -> torch.Tensor:
+    def _step(self, x: torch.Tensor, state: LayerStep) -> torch.Tensor:
         """One token of some sequences of a state, which is changed where it lies."""
         kept = state.kept
         assert isinstance(kept, KdaState)

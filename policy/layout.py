@@ -44,6 +44,8 @@ def read_layout(
     ValueError when they contradict each other, on padding that is not at the right end of a row,
     and on any padding of sequences that are ``continued``.
     """
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}, expected [B, L]")
     batch, length = input_ids.shape
     counts = [length] * batch
     real = None
@@ -56,6 +58,10 @@ def read_layout(
     if cu_seqlens is not None:
         if batch != 1:
             raise ValueError(f"cu_seqlens needs input_ids [1, T], got batch size {batch}")
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+            raise ValueError(
+                f"cu_seqlens has shape {list(cu_seqlens.shape)}, expected [N + 1] for N sequences"
+            )
         bounds = tuple(cu_seqlens.tolist())
         if bounds[-1] != length:
             raise ValueError(f"cu_seqlens ends at {bounds[-1]}, input_ids has {length} tokens")

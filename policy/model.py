@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +18,16 @@ from .checkpointing import CHOICES, recomputed
 from .config import PolicyConfig
 from .head import LanguageHead, PolicyOutput
 from .images import Placed, policy_inputs
-from .kda import KimiDeltaAttention, ShortConv
+from .initial import init_weights
+from .kda import KimiDeltaAttention
 from .layout import read_layout
-from .moe import DenseMLP, Experts, LatentMoE, Router
+from .moe import DenseMLP, LatentMoE
 from .packing import Packing
 from .routing import Routed
 from .state import DecodeState
-from .trainers import refuse, shifted_loss
+from .trainers import check_inputs, refuse, refuse_saving, shifted_loss
 from .value import ValueHead
-from .vision import NO_TOWER, PositionTable, Projector, VisionTower, blank, placed, read_grids
+from .vision import NO_TOWER, Projector, VisionTower, blank, placed, read_grids
 
 Sums = tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]
 
@@ -210,27 +211,8 @@ class Policy(Routed, PreTrainedModel, GenerationMixin):
             raise ValueError(f"checkpointing must be one of {', '.join(CHOICES)}, got {choice!r}")
         self.model.checkpointing = choice
 
-    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        std = self.config.initializer_range
-        if isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding | Router | PositionTable):
-            module.weight.normal_(0, std)
-        elif isinstance(module, Experts):
-            for weight in (module.w1, module.w2, module.w3):
-                weight.normal_(0, std)
-        elif isinstance(module, ShortConv):
-            bound = module.weight.shape[-1] ** -0.5
-            module.weight.uniform_(-bound, bound)
-        elif isinstance(module, RMSNorm):
-            module.weight.fill_(1)
-        elif isinstance(module, KimiDeltaAttention):
-            module.init_gate()
-        # queries of the mixture over depth start at zero, a plain average (arXiv:2603.15031)
-        if isinstance(module, DecoderLayer) and module.block_size is not None:
-            module.self_attention_res_proj.weight.zero_()
-            module.mlp_res_proj.weight.zero_()
-        if isinstance(module, PolicyModel) and module.attention_residuals:
-            module.output_attn_res_proj.weight.zero_()
+        init_weights(module, self.config.initializer_range)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
@@ -270,14 +252,16 @@ class Policy(Routed, PreTrainedModel, GenerationMixin):
         ``position_ids`` that restart and ``cu_seq_lens_q`` mark packed sequences as well;
         ``attention_mask [B, T]`` may hide tokens at the right end of a row: they are not run, and
         what is returned for them means nothing. ``logits_to_keep`` n > 0 without labels gives the
-        logits of the last n columns. Images are ``pixel_values [P, 3, p, p]`` with ``grid_thws
-        [N, 3]``, or ``image_features [M, D]`` that `encode_images` gave; they stand at
-        ``image_rows [M]`` of the flattened tokens, by default wherever the placeholder is. With no
-        patches at all (P = 0) the tower still runs, for ranks that others wait for. ``unused`` are
+        logits of the last n columns. ``targets`` without ``rows`` are one for every token; they
+        exclude ``labels``. Images are ``pixel_values [P, 3, p, p]`` with ``grid_thws [N, 3]``, or
+        ``image_features [M, D]`` that `encode_images` gave; they stand at ``image_rows [M]`` of the
+        flattened tokens in that order, by default wherever the placeholder is. With no patches at
+        all (P = 0) the tower still runs, for ranks that others wait for. ``unused`` are
         names that trainers pass and that change nothing here; TypeError names any other,
-        ValueError a cache that is not a ``state``.
+        ValueError a cache that is not a ``state``, and inputs that contradict each other.
         """
         refuse(unused)
+        check_inputs(input_ids, rows, targets, labels)
         batch, length = input_ids.shape
         edges = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
         layout = read_layout(input_ids, edges, position_ids, attention_mask, state is not None)
@@ -291,9 +275,7 @@ class Policy(Routed, PreTrainedModel, GenerationMixin):
             image_features = self.encode_images(pixel_values, grid_thws)
         if image_features is not None:
             marked = input_ids == self.config.media_token_id
-            if image_rows is not None:
-                marked = torch.zeros_like(marked).flatten().index_fill(0, image_rows, True)
-            images = placed(layout.pack(marked), image_features)
+            images = placed(layout, marked, image_rows, image_features)
         hidden = self.model(layout.pack(input_ids), packing, state, images)
         if state is not None:
             lengths = torch.tensor(packing.bounds, device=state.lengths.device)
@@ -379,13 +361,23 @@ class Policy(Routed, PreTrainedModel, GenerationMixin):
         return load_policy(os.fspath(pretrained_model_name_or_path), dtype, vision=vision)
 
     def save_pretrained(  # type: ignore[override]
-        self, save_directory: str | os.PathLike[str], *, export: bool = False, **_: Any
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        export: bool = False,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        **unused: Any,
     ) -> None:
         """Write ``config.json`` and weights in the published layout, with ``export`` the experts as
-        MXFP4; no tokenizer, no stages (`checkpoint.save_checkpoint` writes a whole checkpoint)."""
+        MXFP4; no tokenizer, no stages (`checkpoint.save_checkpoint` writes a whole checkpoint).
+
+        ``state_dict`` are the tensors to write, by default the policy's own. ``unused`` are options
+        of trainers that ask for what is done here anyway; TypeError names any other.
+        """
         from .checkpoint import save_policy
 
-        save_policy(os.fspath(save_directory), self, export=export)
+        refuse_saving(unused)
+        save_policy(os.fspath(save_directory), self, export=export, weights=state_dict)
 
     @staticmethod
     def leaf_modules() -> list[type[nn.Module]]:

@@ -46,12 +46,24 @@ EXPORTED: Fields = {
     ],
 }
 
+# What a description of MXFP4 weights may say, where it says it; the first is what is written.
+_WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "num_bits": (4,),
+    "type": ("float",),
+    "strategy": ("group",),
+    "group_size": (32,),
+    "symmetric": (True,),
+    "dynamic": (False,),
+    "scale_dtype": ("torch.uint8", "uint8"),
+}
+
 # Of a nested file as a whole; what else stands at its top (token ids) holds for the text as well.
 _OF_THE_FILE = (
     *("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
     *(TEXT, VISION, QUANTISATION),
 )
 # Two names of one field: Kimi-Linear publishes the second.
+_POSITIONS = "rope_scaling"
 _CONTEXT, _CONTEXT_ALIAS = "max_position_embeddings", "model_max_length"
 
 
@@ -73,8 +85,11 @@ def text_fields(published: Fields) -> Fields:
         shared = {k: v for k, v in published.items() if k not in _OF_THE_FILE}
         fields = shared | {k: v for k, v in nested.items() if v is not None or k not in shared}
     stores_mxfp4(published)
-    for name in (QUANTISATION, "rope_scaling"):  # weights are decoded, and there are no positions
-        fields.pop(name, None)
+    if fields.pop(_POSITIONS, None) is not None:
+        raise ValueError(
+            f"config.json: {_POSITIONS} must be null: the policy has no positions to scale"
+        )
+    fields.pop(QUANTISATION, None)  # weights are decoded
     if fields.get(_CONTEXT) is None and _CONTEXT_ALIAS in fields:
         fields[_CONTEXT] = fields[_CONTEXT_ALIAS]
     return fields
@@ -99,11 +114,14 @@ def stores_mxfp4(published: Fields) -> bool:
             f"only {MXFP4}; convert the weights to bfloat16"
         )
     for weights in kinds:
-        for name, value in (("num_bits", 4), ("group_size", 32)):
-            if weights.get(name, value) != value:
+        for name, values in _WEIGHTS.items():
+            if weights.get(name) not in (None, *values):
                 raise ValueError(
-                    f"config.json: {QUANTISATION} {name}={weights[name]!r} must be {value}"
+                    f"config.json: {QUANTISATION} {name}={weights[name]!r} must be {values[0]!r}"
                 )
+    for name in ("input_activations", "output_activations"):
+        if any(part.get(name) is not None for part in parts):
+            raise ValueError(f"config.json: {QUANTISATION} {name} must be null: weights alone")
     return True
 
 

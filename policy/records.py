@@ -13,6 +13,7 @@ from ..envs.types import Effort
 from .config import PolicyConfig
 from .published import text_fields
 
+CONFIG_FILE = "config.json"
 STAGE_FILE = "stage.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
 EFFORTS: list[str] = [*get_args(Effort)]
@@ -95,7 +96,7 @@ class StageRecord:
 def read_config(folder: str | Path) -> PolicyConfig:
     """The configuration of a checkpoint folder; a field that decides what the policy computes
     must be there."""
-    file = Path(folder) / "config.json"
+    file = Path(folder) / CONFIG_FILE
     if not Path(folder).is_dir():
         raise UserError(f"{folder}: no such checkpoint folder")
     config = parse_config(file, read_json(file))
@@ -159,7 +160,7 @@ def read_stage(folder: str | Path) -> StageRecord:
     known["stages"] = tuple(fields["stages"])
     known["chat"] = _read_chat(file, fields.get("chat"))
     record = StageRecord(**known)
-    config = Path(folder) / "config.json"
+    config = Path(folder) / CONFIG_FILE
     said = read_config(folder).max_position_embeddings if config.is_file() else record.context
     if said != record.context:
         raise UserError(
@@ -208,8 +209,10 @@ def read_json(file: Path) -> dict[str, Any]:
         raise UserError(f"{file.parent}: {file.name} is missing")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: brackets in brackets
         raise UserError(f"{file}: not JSON ({one_line(error)})") from None
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
     if not isinstance(content, dict):
         raise UserError(f"{file}: expected a JSON object")
     return content

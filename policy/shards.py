@@ -52,11 +52,13 @@ class StoredTensor:
 
 
 class Shards:
-    """All tensors of a checkpoint folder, by their names without prefix; a context manager."""
+    """All tensors of a checkpoint folder, by their names without prefix, and the ``notes`` of each
+    file by its name; a context manager."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
+        self.notes: dict[str, dict[str, str]] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Shards:
@@ -68,7 +70,8 @@ class Shards:
                 raise UserError(f"{self.folder}: files missing: {listed(absent)}")
             found: dict[str, str] = {}
             for name in files:
-                for stored in open_tensors(self.folder / name, self._stack):
+                tensors, self.notes[name] = open_shard(self.folder / name, self._stack)
+                for stored in tensors:
                     found[stored.name] = name
                     plain = stored.name.removeprefix(PREFIX)
                     if plain in self.tensors:
@@ -106,17 +109,21 @@ def stored_manifest(folder: Path) -> WeightManifest:
     return WeightManifest(tuple(specs))
 
 
-def open_tensors(path: Path, stack: ExitStack) -> list[StoredTensor]:
-    """The tensors of one file, which ``stack`` closes; `UserError` if it is damaged."""
+def open_shard(path: Path, stack: ExitStack) -> tuple[list[StoredTensor], dict[str, str]]:
+    """The tensors of one file, which ``stack`` closes, and the texts in its header; `UserError` if
+    it is damaged."""
     try:
         with safe_open(path, framework="pt"):  # it checks the header and the file's length
             pass
         file = stack.enter_context(path.open("rb", buffering=0))
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))
+    except PermissionError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path}: damaged or truncated ({one_line(error)})") from None
-    return [
+    notes = header.pop("__metadata__", {})
+    tensors = [
         StoredTensor(
             file,
             name,
@@ -125,13 +132,14 @@ def open_tensors(path: Path, stack: ExitStack) -> list[StoredTensor]:
             8 + length + entry["data_offsets"][0],
         )
         for name, entry in header.items()
-        if name != "__metadata__"
     ]
+    return tensors, notes
 
 
 def read_floats(stored: StoredTensor, place: Tensor) -> bool:
     """Fill the contiguous ``place`` with as many numbers, converted to its dtype; whether all are
-    finite. `UserError` where the file does not hold floats."""
+    finite. `UserError` where the file does not hold floats, or finite ones that the dtype has
+    not."""
     source = FLOATS.get(stored.dtype)
     if source is None:
         raise UserError(f"{stored.file.name}: {stored.name} has dtype {stored.dtype}, not floats")
@@ -144,8 +152,21 @@ def read_floats(stored: StoredTensor, place: Tensor) -> bool:
         _fill(stored, raw, begin)
         if middle is not None:
             part.copy_(raw)
-        finite = finite and bool(torch.isfinite(part).all())
+        finite = finite and _is_kept(stored, part, raw)
     return finite
+
+
+def _is_kept(stored: StoredTensor, part: Tensor, raw: Tensor) -> bool:
+    """Whether numbers are finite; `UserError` if only those as they are stored are."""
+    if bool(torch.isfinite(part).all()):
+        return True
+    if bool(torch.isfinite(raw).all()):
+        dtype = str(part.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{stored.file.name}: {stored.name} has numbers beyond the range of {dtype}; load it "
+            "with dtype=torch.bfloat16 or torch.float32"
+        )
+    return False
 
 
 def read_bits(stored: StoredTensor) -> Tensor:
@@ -173,15 +194,33 @@ def read_mxfp4(packed: StoredTensor, scale: StoredTensor, place: Tensor) -> bool
     for first in range(0, len(place), step):
         some = slice(first, first + step)
         place[some] = mxfp4_decode(codes[some], powers[some], place.dtype)
-        finite = finite and bool(torch.isfinite(place[some]).all())
+        if not bool(torch.isfinite(place[some]).all()):
+            wide = mxfp4_decode(codes[some], powers[some], torch.float32)
+            finite = _is_kept(packed, place[some], wide) and finite
     return finite
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are, where the tensor lies and without a copy of its size."""
+    parts = tensor.detach().reshape(-1).split(CHUNK)
+    return all(bool(torch.isfinite(part).all()) for part in parts)
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """UserError for a tensor that no checkpoint may hold."""
+    if tensor.is_floating_point() and not is_finite(tensor):
+        raise UserError(
+            f"checkpoint: {name} is not finite, it cannot be saved; go on from an earlier one"
+        )
+
+
+def write_shard(
+    path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None
+) -> None:
     """Write contiguous CPU tensors as one safetensors file, the widest types first as readers that
-    map files want them aligned."""
+    map files want them aligned; ``notes`` are texts in its header."""
     ordered = sorted(tensors.items(), key=lambda pair: -pair[1].element_size())
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | dict(notes or {})}
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes

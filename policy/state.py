@@ -126,7 +126,7 @@ LayerState = KdaState | ReplayedKda | LatentCache
 
 
 @dataclass(slots=True)
-class Placed:
+class LayerStep:
     """A layer's state for one token of sequences that are anywhere in it: sequence n of the step is
     row ``places[n]`` of ``kept``, below 0 none. It is changed where it lies, at any time of the
     device's: nothing of it is read on the host, nothing is moved."""
@@ -145,7 +145,7 @@ class PlacedState:
 
     def __init__(self, state: DecodeState, places: torch.Tensor, past: torch.Tensor) -> None:
         after = past + 1
-        self.layers = [Placed(layer, places, after) for layer in state.layers]
+        self.layers = [LayerStep(layer, places, after) for layer in state.layers]
         self.lengths = past
 
 

@@ -21,7 +21,16 @@ from .carried import TOWER, CarriedTower, has_tower
 from .config import PolicyConfig
 from .model import Policy
 from .records import listed
-from .shards import FLOATS, PREFIX, Shards, StoredTensor, read_floats, read_mxfp4
+from .shards import (
+    FLOATS,
+    PREFIX,
+    Shards,
+    StoredTensor,
+    check_finite,
+    read_floats,
+    read_mxfp4,
+)
+from .vision import Projector, VisionTower
 
 PADDED_HEADS = 128  # a published A_log beside a vision tower is padded to a multiple of this
 LISTED = 16  # names in a message
@@ -30,6 +39,7 @@ _FUSED = re.compile(r"(.+\.block_sparse_moe\.experts)\.(w[123])")
 _THRESHOLD = ".gate.e_score_correction_bias"
 _WIDE = (".A_log", ".dt_bias", "_conv1d.weight", ".o_norm.weight")  # fp32 in published files
 _PACKED, _SCALE = "_packed", "_scale"  # after the name of a matrix
+_BOUND_NOTE = "gate_lower_bound"  # in the headers of our files
 
 
 def file_names(name: str, shape: Iterable[int]) -> list[str]:
@@ -45,22 +55,21 @@ def stored_parts(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors in files that hold ``tensor``, on the CPU; they may share its memory.
 
-    With ``export`` experts are encoded. ValueError for one that cannot be.
+    With ``export`` experts are encoded. UserError for one that is not finite.
     """
     tensor = tensor.detach()
-    prefix = PREFIX if config.nested and not name.startswith(TOWER) else ""
-    names = [prefix + stored for stored in file_names(name, tensor.shape)]
+    names = [_prefixed(stored, config) for stored in file_names(name, tensor.shape)]
     if _FUSED.fullmatch(name):
         for stored, part in zip(names, tensor, strict=True):
+            check_finite(stored, part)
             if not export:
                 yield stored, part.cpu().contiguous()
                 continue
-            if not bool(torch.isfinite(part).all()):
-                raise ValueError(f"checkpoint: {stored} is not finite, it cannot be exported")
             packed, scale = mxfp4_encode(part)
             yield stored + _PACKED, packed.cpu()
             yield stored + _SCALE, scale.cpu()
         return
+    check_finite(names[0], tensor)
     if name.endswith(_THRESHOLD):
         tensor = tensor.float()
     if name.endswith(".A_log"):
@@ -68,6 +77,11 @@ def stored_parts(
         padding = tensor.new_zeros(torch.Size(shape).numel() - len(tensor))
         tensor = torch.cat([tensor, padding]).view(shape)
     yield names[0], tensor.cpu().contiguous()
+
+
+def file_notes(config: PolicyConfig) -> dict[str, str]:
+    """What weight files say of the function that their tensors are of, and the tensors do not."""
+    return {_BOUND_NOTE: _bound(config)}
 
 
 def read_weights(folder: Path, policy: Policy, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -132,9 +146,10 @@ def _check(
             f"{folder}: config.json has {said} quantization_config, but experts are stored "
             f"{found} weights"
         )
-    vision = TOWER if config.nested and not has_tower(names) else ()
+    if not has_tower(names):
+        wanted |= _carried(config, stored)
     missing = sorted(wanted.keys() - stored.keys())
-    extra = sorted(name for name in stored.keys() - wanted.keys() if not name.startswith(vision))
+    extra = sorted(stored.keys() - wanted.keys())
     if missing or extra:
         problems = [
             f"tensors {kind}: {listed(found, LISTED)}"
@@ -149,12 +164,45 @@ def _check(
     ]
     if wrong:
         raise UserError(f"{folder}: tensors of the wrong shape: {listed(wrong, LISTED)}")
+    other = [
+        f"{n} {t.dtype}" for n, t in stored.items() if has_tower([n]) and t.dtype not in FLOATS
+    ]
+    if other:
+        raise UserError(f"{folder}: tensors that are not floats: {listed(other, LISTED)}")
+    misnamed = [
+        tensor.name for name, tensor in stored.items() if tensor.name != _prefixed(name, config)
+    ]
+    if misnamed:
+        some = "with" if config.nested else "without"
+        raise UserError(
+            f"{folder}: names of the text policy go {some} {PREFIX} beside this config.json, "
+            f"of the vision tower always without, unlike {listed(misnamed, LISTED)}"
+        )
     _check_gate(shards, config)
     if config.vision is not None and not has_tower(stored):
         raise UserError(
             f"{folder}: config.json has a vision_config, but no tensor of the vision tower is "
             "there; remove vision_config to go on without images"
         )
+
+
+def _prefixed(name: str, config: PolicyConfig) -> str:
+    """The name in files of what is called ``name`` without a prefix."""
+    return PREFIX + name if config.nested and not name.startswith(TOWER) else name
+
+
+def _carried(config: PolicyConfig, stored: dict[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a tower that is not built but stays in its files; where config.json does
+    not describe it, what there is of it."""
+    if not config.nested or not has_tower(stored):
+        return {}
+    sizes = config.vision
+    if sizes is None:
+        return {name: tensor.shape for name, tensor in stored.items() if name.startswith(TOWER)}
+    with torch.device("meta"):
+        tower, projector = VisionTower(sizes), Projector(sizes, config.hidden_size)
+    made = tower.state_dict(prefix=TOWER[0]) | projector.state_dict(prefix=TOWER[1])
+    return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
 
 def _fits(stored: StoredTensor, name: str, shape: tuple[int, ...]) -> bool:
@@ -166,7 +214,8 @@ def _fits(stored: StoredTensor, name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _check_gate(shards: Shards, config: PolicyConfig) -> None:
-    """Only gates without a bound are published with an ``A_log`` of four dimensions."""
+    """Only gates without a bound are published with an ``A_log`` of four dimensions; files of ours
+    say the bound."""
     decays = {n: s.shape for n, s in shards.tensors.items() if n.endswith(".A_log")}
     bound = config.gate_lower_bound
     if bound is not None and decays and all(len(shape) == 4 for shape in decays.values()):
@@ -175,6 +224,18 @@ def _check_gate(shards: Shards, config: PolicyConfig) -> None:
             f"{shards.folder}: config.json says linear_attn_config.gate_lower_bound={bound:g}, "
             f"but {name} {list(shape)} is that of a softplus gate, which has no bound: null"
         )
+    for file, notes in shards.notes.items():
+        said = notes.get(_BOUND_NOTE, _bound(config))
+        if said != _bound(config):
+            raise UserError(
+                f"{shards.folder}: config.json says linear_attn_config.gate_lower_bound="
+                f"{_bound(config)}, but the weights in {file} are of a gate with {said}"
+            )
+
+
+def _bound(config: PolicyConfig) -> str:
+    bound = config.gate_lower_bound
+    return "null" if bound is None else repr(float(bound))
 
 
 def _dtype(name: str, parts: list[str], shards: Shards, dtype: torch.dtype | None) -> torch.dtype:
@@ -186,8 +247,8 @@ def _dtype(name: str, parts: list[str], shards: Shards, dtype: torch.dtype | Non
         stored = torch.promote_types(stored, kind or stored)
     if dtype is None:
         return stored
-    keep = name.endswith(_WIDE) and stored == torch.float32
-    return torch.promote_types(dtype, stored) if keep else dtype
+    keep = name.endswith(_WIDE) and stored.itemsize >= 4
+    return torch.promote_types(dtype, torch.float32) if keep else dtype
 
 
 def _read_a_log(stored: StoredTensor, place: Tensor) -> bool:
@@ -210,9 +271,9 @@ def _remember_a_log(shards: Shards, names: dict[str, list[str]], config: PolicyC
 
 
 def _a_log_shape(config: PolicyConfig, heads: int) -> tuple[int, ...]:
-    """As in the files that the policy was read from; else as published for its kind."""
+    """As in the files that the policy was read from; else as published for its kind of gate."""
     if config.a_log_shape is not None:
         return config.a_log_shape
-    if config.nested:
-        return (-(-heads // PADDED_HEADS) * PADDED_HEADS,)
-    return (heads,) if config.gate_lower_bound is not None else (1, 1, heads, 1)
+    if config.gate_lower_bound is None:
+        return 1, 1, heads, 1
+    return (-(-heads // PADDED_HEADS) * PADDED_HEADS if config.nested else heads,)

@@ -20,6 +20,7 @@ from .bpe import (
     wrap,
 )
 from .chat import ChatFormat, agreed, chat_of, control_id
+from .records import one_line
 from .xtml import END_OF_MESSAGE, MEDIA_PAD, ROLES
 
 __all__ = [
@@ -53,7 +54,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     try:
         backend = _backend(json.loads(file.read_text(encoding="utf-8")))
     except Exception as error:  # tokenizers raises plain Exception for every malformed file
-        raise UserError(f"{file}: not a tokenizer file ({error})") from None
+        raise UserError(f"{file}: not a tokenizer file ({one_line(error)})") from None
     missing = [token for token in SPECIAL_TOKENS if backend.token_to_id(token) is None]
     if "<|im_end|>" in backend.get_vocab() and missing:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What trainers from elsewhere pass to a forward, and the loss that they ask for."""
+"""What trainers from elsewhere pass to a forward and to a save, and the loss that they ask for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 
+from ..kernels.precision import widen
 from .packing import Packing
 
 # What Hugging Face trainers and `generate` pass besides the names of `Policy.forward`.
 _CACHES = ("past_key_values", "cache")
 _EXTRAS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _HINTS = ("use_cache", "return_dict", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+# And to a save, which does just that.
+_SAVED = {"is_main_process": (True,), "safe_serialization": (True,), "push_to_hub": (False,)}
 
 
 def refuse(unused: dict[str, Any]) -> None:
@@ -25,6 +29,42 @@ def refuse(unused: dict[str, Any]) -> None:
             raise TypeError(f"forward got an unexpected argument {name!r}")
 
 
+def refuse_saving(unused: dict[str, Any]) -> None:
+    """TypeError or ValueError for options of a save that would have to change what is written."""
+    for name, value in unused.items():
+        if name not in _SAVED:
+            raise TypeError(f"save_pretrained got an unexpected argument {name!r}")
+        if value not in (None, *_SAVED[name]):
+            raise ValueError(f"save_pretrained: {name}={value!r} is not supported")
+
+
+def check_inputs(
+    input_ids: torch.Tensor,
+    rows: torch.Tensor | None,
+    targets: torch.Tensor | None,
+    labels: torch.Tensor | None,
+) -> None:
+    """ValueError naming the argument of `Policy.forward` that contradicts the others."""
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}, expected [B, L]")
+    if rows is not None and targets is None:
+        raise ValueError("rows needs targets: without them logits of all tokens are computed")
+    if targets is not None and labels is not None:
+        raise ValueError("targets and labels exclude each other: log-probs, or a loss")
+    if labels is not None and labels.shape != input_ids.shape:
+        raise ValueError(
+            f"labels has shape {list(labels.shape)}, expected that of input_ids, "
+            f"{list(input_ids.shape)}"
+        )
+    if targets is not None:
+        wanted = [input_ids.numel()] if rows is None else list(rows.shape)
+        if list(targets.shape) != wanted or len(wanted) != 1:
+            name = "every token of input_ids" if rows is None else "each of rows"
+            raise ValueError(
+                f"targets has shape {list(targets.shape)}, expected {wanted}: one for {name}"
+            )
+
+
 def shifted_loss(
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -35,6 +75,6 @@ def shifted_loss(
     rows = ((packing.offset > 0) & (labels != -100)).nonzero().flatten()
     if len(rows) == 0:
         return logits.sum() * 0.0
-    picked = logits[rows - 1].float().log_softmax(-1)
+    picked = widen(logits[rows - 1]).log_softmax(-1)
     total = -picked.gather(-1, labels[rows][:, None]).sum()
     return total / (len(rows) if num_items is None else num_items)

@@ -7,7 +7,7 @@ exported nor published to rollouts. Names and shapes are those of TRL's and verl
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,9 @@ from torch import nn
 
 from ..configs.errors import UserError
 from ..kernels.precision import as_given, widen
+from .precision import Change, kept_wide
 from .records import listed
-from .shards import FLOATS, open_tensors, read_floats, write_shard
+from .shards import FLOATS, check_finite, open_shard, read_floats, write_shard
 
 if TYPE_CHECKING:
     from .model import Policy
@@ -40,12 +41,8 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.summary.weight)
         nn.init.zeros_(self.summary.bias)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        def wide(tensor: torch.Tensor) -> torch.Tensor:
-            moved = fn(tensor)
-            return moved if moved.element_size() >= 4 else tensor.to(moved.device)
-
-        return super()._apply(wide, recurse)
+    def _apply(self, fn: Change, recurse: bool = True) -> Any:
+        return super()._apply(kept_wide(fn, *self.parameters()), recurse)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Values ``[...]`` of final hidden states ``[..., D]``, in fp32 or wider."""
@@ -70,16 +67,17 @@ def token_values(
 
 
 def write_value_head(folder: Path, tensors: Mapping[str, torch.Tensor], hidden: int) -> None:
-    """Put the head's ``tensors`` into ``folder``, and none if they are none; ValueError when they
-    are not the whole head."""
+    """Put the head's ``tensors`` into ``folder``, if they are any; ValueError when they are not the
+    whole head, or not finite."""
     path = folder / VALUE_FILE
-    path.unlink(missing_ok=True)
     if not tensors:
         return
     if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != _shapes(hidden):
         given = [f"{name} {list(tensor.shape)}" for name, tensor in sorted(tensors.items())]
         raise ValueError(f"checkpoint: {listed(given)} is no value head of width {hidden}")
     kept = {name: t.detach().cpu().contiguous() for name, t in sorted(tensors.items())}
+    for name, tensor in kept.items():
+        check_finite(name, tensor)
     write_shard(path, kept)
 
 
@@ -94,7 +92,7 @@ def read_value_head(folder: Path, hidden: int) -> ValueHead | None:
         return None
     wanted = _shapes(hidden)
     with ExitStack() as stack:
-        stored = {tensor.name: tensor for tensor in open_tensors(path, stack)}
+        stored = {tensor.name: tensor for tensor in open_shard(path, stack)[0]}
         problems = {
             "missing": sorted(wanted.keys() - stored.keys()),
             "unknown": sorted(stored.keys() - wanted.keys()),

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..configs.errors import UserError
 from ..kernels.precision import widen
 from .attention import RMSNorm
+from .layout import Layout
 from .vision_config import VisionConfig
 
 EPS = 2.0**-23  # of fp32, in every precision
@@ -210,15 +211,38 @@ def merged(image: Tensor, grid: Grid, merge: int) -> Tensor:
     return blocks.transpose(1, 2).reshape((h // merge) * (w // merge), -1)
 
 
-def placed(marked: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows ``[M]`` that are ``marked`` [T], and the features ``[M, D]`` that take their place;
-    UserError if they are not equally many."""
-    rows = marked.nonzero().flatten()
-    if len(rows) != len(features):
+def placed(
+    layout: Layout, marked: Tensor, rows: Tensor | None, features: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Where the rows ``features [M, D]`` of images stand among the tokens that are run, and they.
+
+    They stand at ``rows [M]`` of the flattened input, the first at the first; without ``rows`` at
+    the tokens that are ``marked`` [B, L]. UserError if they are not equally many, and for a row
+    that is no token, is hidden as padding or comes twice.
+    """
+    if rows is None:
+        found, where = "placeholders of images", layout.pack(marked).nonzero().flatten()
+    else:
+        found, where = "rows", rows.to(features.device)
+    if len(where) != len(features):
+        name = "input_ids" if rows is None else "image_rows"
+        raise UserError(f"{name} has {len(where)} {found}, the images need {len(features)}")
+    if rows is None:
+        return where, features
+    run = torch.arange(layout.given, device=where.device) if layout.real is None else layout.real
+    places = torch.full((layout.given + 1,), -1, device=where.device)
+    places[run] = torch.arange(len(run), device=where.device)
+    # what is outside of the input gets the last place, which nothing is run at
+    inside = (where >= 0) & (where < layout.given)
+    kept = torch.where(inside, where, layout.given).long()
+    twice = torch.bincount(kept, minlength=1) > 1
+    where = places[kept]
+    if bool((where < 0).any() | twice.any()):
         raise UserError(
-            f"input_ids has {len(rows)} placeholders of images, the images need {len(features)}"
+            f"image_rows: each row must be another one of the {layout.given} tokens, and none that "
+            "attention_mask hides"
         )
-    return rows, features
+    return where, features
 
 
 def read_grids(grid_thws: Tensor | Sequence[Sequence[int]]) -> list[Grid]:

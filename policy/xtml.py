@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast, get_args
 
-from ..envs.types import IMAGE_PLACEHOLDER, Message, Role, ToolCall
+from ..envs.types import IMAGE_PLACEHOLDER, Message, Role, ToolCall, unescaped
 
 OPEN, CLOSE, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
 END_OF_MESSAGE = "<|end_of_msg|>"
@@ -116,7 +116,7 @@ def _content(message: Message) -> list[Piece]:
     """Text and, where it holds placeholders of them, images with the size that they came in."""
     if not message.images:
         return [Piece(message.content)]
-    first, *rest = message.content.split(IMAGE_PLACEHOLDER)
+    first, *rest = map(unescaped, message.content.split(IMAGE_PLACEHOLDER))
     pieces = [Piece(first)]
     for image, text in zip(message.images, rest, strict=True):
         height, width = image.pixels.shape[:2]
@@ -154,9 +154,11 @@ def _tools(calls: Sequence[ToolCall]) -> list[Piece]:
             pieces += _given(_element("json", call.arguments, ("type", "object")))
         else:
             for key, value in call.arguments.items():
+                if not isinstance(cast(object, key), str):
+                    raise ValueError(f"call {call.tool}: argument {key!r}: its name is no string")
                 try:
                     kind, text = _kind(value), _text_of(value)
-                except (TypeError, ValueError) as error:
+                except (TypeError, ValueError, RecursionError) as error:
                     raise ValueError(f"call {call.tool}: argument {key}: {error}") from None
                 pieces += _element("argument", text, ("key", key), ("type", kind))
         pieces += _close("call")
@@ -177,8 +179,10 @@ def _kind(value: object) -> str:
 def _text_of(value: object) -> str:
     if isinstance(value, str):
         return value
-    plain = dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value
-    return json.dumps(plain, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if json.loads(text) != value:  # names that are no text would come back as text
+        raise ValueError("an object in it has a name that is no string")
+    return text
 
 
 def _value_of(text: str, kind: str) -> object:

@@ -12,7 +12,7 @@ import torch
 
 from farhorizon.configs.errors import RunFailed
 from farhorizon.launch import bench_parity, cli, parity
-from farhorizon.launch.parity import MISTAKES, Scored
+from farhorizon.launch.parity import FAINT, MISTAKES, Scored
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.checkpoint import load_policy, save_policy
 from farhorizon.rollout.vllm import Served, read_output
@@ -116,6 +116,11 @@ def test_mistakes_move_logprobs_and_are_undone(policy: Policy, tmp_path: Path) -
     result = bench_parity.check_policy(exact, [np.zeros(400, np.int64), ids.numpy()])
     assert list(result["mistakes"]) == list(MISTAKES)
     assert min(result["mistakes"].values()) > bench_parity.LEAST_MOVED, result["mistakes"]
+    assert list(result["faint"]) == list(FAINT)
+    assert min(result["faint"].values()) > 0, result["faint"]
+    settings = [(m.__dict__.get("eps"), m.__dict__.get("lower_bound")) for m in exact.modules()]
+    assert {eps for eps, _ in settings} == {None, 1e-5}
+    assert {bound for _, bound in settings} == {None, -5.0}
     for name, tensor in exact.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 

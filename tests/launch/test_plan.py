@@ -10,7 +10,7 @@ import pytest
 
 from farhorizon.configs.schema import PlanConfig
 from farhorizon.launch import cli
-from farhorizon.launch.plan import Fit, learner_fit, rollout_fit
+from farhorizon.launch.plan import Fit, Trained, learner_fit, rollout_fit
 from farhorizon.policy.count import Counts, StateSizes
 
 GIB = 2**30
@@ -36,9 +36,25 @@ def test_batch_and_context_fill_what_weights_leave() -> None:
 def test_a_rank_trains_what_its_states_leave() -> None:
     config = PlanConfig(gpu_gib=20, reserve=0.1, ranks=4, batch=2)  # 18 GiB
     # 1 Gi parameters: 16 GiB without ZeRO, 11 at 1, 8 at 2, 5 at 3
-    fits = [learner_fit(config, GIB, 2**20, 1024, stage) for stage in range(4)]
+    fits = [learner_fit(config, Trained(GIB), 2**20, 1024, stage) for stage in range(4)]
     assert fits == [Fit(2, 1024), Fit(7, 3584), Fit(10, 5120), Fit(13, 6656)]
-    assert learner_fit(config, 2 * GIB, 2**20, 1024, 0) == Fit(0, 0)
+    assert learner_fit(config, Trained(2 * GIB), 2**20, 1024, 0) == Fit(0, 0)
+
+
+def test_divided_experts_and_one_moment_leave_more() -> None:
+    config = PlanConfig(gpu_gib=20, reserve=0.1, ranks=4, expert_parallel=2)  # 18 GiB
+    # 1 Gi parameters, half of them experts, of which a rank holds half: 16 bytes of 3/4 Gi
+    half = Trained(GIB, experts=GIB // 2)
+    assert half.sizes(config, 0).total == 12 * GIB
+    # weights and gradients of 3/4 Gi, two moments and masters of a quarter
+    assert half.sizes(config, 1).total == 2 * 3 * GIB + 3 * GIB
+    assert half.sizes(config, 2).total == 3 * GIB + GIB + 3 * GIB
+    alone = PlanConfig(gpu_gib=20, reserve=0.1, ranks=4)
+    muon = Trained(GIB, experts=GIB // 2, muon=3 * GIB // 4)
+    assert muon.sizes(alone, 0).total == 16 * GIB - 3 * GIB
+    assert muon.sizes(alone, 3).total == 5 * GIB - 3 * GIB // 4
+    # experts are all Muon's: of 3/4 Gi parameters a half
+    assert muon.sizes(config, 0).total == 12 * GIB - 2 * GIB
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -58,6 +74,29 @@ def test_k3_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"largest batch +\d+  sequences of 65,536 tokens", out)
     # 3 x 4 bytes of 2.7795e12 parameters over 8 ranks, in GiB
     assert re.search(r"  1 +10,354\.\d+ +10,354\.\d+ +3,882\.\d+", out)
+
+
+def test_the_settings_of_a_learner_count(capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(*settings: str) -> tuple[str, list[list[float]]]:
+        out = run(capsys, "small", "ranks=4", "context=1024", *settings)
+        learner = out[out.index("learner ") :].splitlines()
+        cells = [line.replace(",", "").split() for line in learner[3:]]
+        return "\n".join(learner[:2]), [list(map(float, row)) for row in cells]
+
+    head, plain = rows()
+    assert "AdamW, fp32 masters, 4 ranks; GiB on each" in head and len(plain) == 4
+    head, divided = rows("expert_parallel=2")
+    assert "4 ranks, experts over 2 of them" in head
+    assert [row[0] for row in divided] == [0, 1, 2]
+    assert divided[0][4] < plain[0][4] and divided[2][3] == plain[2][3]
+    head, muon = rows("optimizer=muon")
+    assert "Muon, fp32 masters" in head
+    assert all(a[3] < b[3] and a[1:3] == b[1:3] for a, b in zip(muon, plain, strict=True))
+    assert len(rows("optimizer=muon", "expert_parallel=2")[1]) == 1
+    head, again = rows("checkpointing=layers")
+    assert "per token, layers computed again" in head
+    assert all(a[1:5] == b[1:5] for a, b in zip(again, plain, strict=True))
+    assert all(a[5] > 2 * b[5] and a[6] > 2 * b[6] for a, b in zip(again, plain, strict=True))
 
 
 def test_presets_folders_and_files_are_read(
@@ -102,6 +141,11 @@ def test_a_vision_tower_is_listed_apart(tmp_path: Path, capsys: pytest.CaptureFi
         (["nosuch"], "policy nosuch: no such folder; presets: 1b, 3b, k3"),
         (["k3", "gpu_gib=0"], "gpu_gib=0.0 must be above 0"),
         (["k3", "reserve=1"], "reserve=1.0 must be at least 0 and below 1"),
+        (["k3", "expert_parallel=3"], "expert_parallel=3 must divide ranks=8"),
+        (
+            ["small", "ranks=96", "expert_parallel=32"],
+            "expert_parallel=32 must divide the policy's 16 experts",
+        ),
         (["k3", "rank=2"], "unknown key rank on the command line; did you mean ranks?"),
     ],
 )

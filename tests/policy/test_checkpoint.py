@@ -80,13 +80,15 @@ def test_files_have_the_published_names_and_config(folder: Path) -> None:
     assert fields["eos_token_id"] == TOKENIZER.convert_tokens_to_ids("<|end_of_msg|>")
 
 
-def test_bf16_parameters_keep_fp32_thresholds(tmp_path: Path) -> None:
+def test_bf16_parameters_keep_what_is_published_in_fp32(tmp_path: Path) -> None:
+    wide = (".A_log", ".dt_bias", "_conv1d.weight", ".o_norm.weight", "e_score_correction_bias")
     half = policy().bfloat16()
     save_checkpoint(tmp_path / "half", half, CONFIG, TOKENIZER, STAGE)
     for dtype in (torch.float32, torch.bfloat16):
         loaded = load_checkpoint(tmp_path / "half", dtype).policy.state_dict()
         assert torch.equal(loaded[BIAS], policy().state_dict()[BIAS])
-        assert {t.dtype for name, t in loaded.items() if "gate.e_score" not in name} == {dtype}
+        for name, tensor in loaded.items():
+            assert tensor.dtype == (torch.float32 if name.endswith(wide) else dtype), name
 
 
 def test_an_update_after_saving_reaches_the_next_save(tmp_path: Path) -> None:
@@ -255,6 +257,22 @@ def test_another_tokenizer_and_damaged_json_are_refused(folder: Path) -> None:
     (folder / "stage.json").write_text("")
     with pytest.raises(UserError, match=r"stage\.json: not JSON"):
         read_stage(folder)
+
+
+def test_ids_beyond_the_vocabulary_are_refused_however_few_they_are(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    for token in content["added_tokens"]:
+        token["id"] += 100
+    file.write_text(json.dumps(content))
+    stage = json.loads((folder / "stage.json").read_text())
+    (folder / "stage.json").write_text(json.dumps(stage | {"tokenizer_sha256": ""}))
+    with pytest.raises(UserError, match=r"has tokens up to id \d+, config.json says voc"):
+        load_checkpoint(folder)
+    small = policy(config=PolicyConfig.tiny(vocab_size=299, hidden_size=32))
+    with pytest.raises(UserError, match="has tokens up to id 299"):
+        save_checkpoint(folder / "x", small, small.config, TOKENIZER, STAGE)
+    assert not (folder / "x").exists()
 
 
 def test_an_index_cannot_point_outside_its_folder(folder: Path) -> None:

@@ -267,6 +267,65 @@ def test_a_file_of_something_else_is_refused(change: dict[str, Any], named: str)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_key_value_heads", 8),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("num_nextn_predict_layers", 1),
+        ("topk_group", 3),
+        ("rope_scaling", {"type": "yarn", "factor": 4}),
+        ("routed_expert_hidden_size", None),
+        ("bos_token_id", "a"),
+        ("pad_token_id", True),
+        ("eos_token_id", 10**9),
+        ("eos_token_id", [163586, 163840]),
+        ("eos_token_id", -1),
+    ],
+)
+def test_what_would_be_another_policy_is_refused(field: str, value: Any) -> None:
+    named = "latent_moe_use_norm" if field == "routed_expert_hidden_size" else field
+    for given in (K3 | {"text_config": K3_TEXT | {field: value}}, K3_TEXT | {field: value}):
+        with pytest.raises(UserError, match=rf"^folder/config\.json: {named}\b") as found:
+            parse_config(Path("folder/config.json"), given)
+        assert "\n" not in str(found.value)
+
+
+def test_several_ends_are_tokens() -> None:
+    config = parse_config(Path("config.json"), KIMI_LINEAR | {"eos_token_id": [163585, 163586]})
+    assert config.eos_token_id == [163585, 163586]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("type", "int"),
+        ("symmetric", False),
+        ("strategy", "channel"),
+        ("scale_dtype", "torch.float16"),
+        ("dynamic", True),
+        ("num_bits", 8),
+    ],
+)
+def test_weights_of_another_packing_are_refused(name: str, value: Any) -> None:
+    found = copy.deepcopy(K3_TEXT["quantization_config"])
+    group = found["config_groups"]["group_0"]
+    for fine in (None, "torch.uint8", "uint8"):
+        group["weights"]["scale_dtype"] = fine
+        assert PolicyConfig.from_dict(K3_TEXT | {"quantization_config": found}).stores_mxfp4
+    group["weights"][name] = value
+    with pytest.raises(ValueError, match=rf"quantization_config {name}={value!r} must be"):
+        PolicyConfig.from_dict(K3_TEXT | {"quantization_config": found})
+
+
+def test_packed_activations_are_refused() -> None:
+    found = copy.deepcopy(K3_TEXT["quantization_config"])
+    found["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
+    with pytest.raises(ValueError, match="quantization_config input_activations must be null"):
+        PolicyConfig.from_dict(K3_TEXT | {"quantization_config": found})
+
+
 def test_a_context_is_found_under_either_name_and_needed() -> None:
     given = {k: v for k, v in KIMI_LINEAR.items() if k != "model_max_length"}
     with pytest.raises(UserError, match=r"config\.json: missing max_position_embeddings"):
@@ -325,6 +384,8 @@ def test_k3_ends_with_eight_blocks_and_the_partial_one() -> None:
         "intermediate_size": 32,
         "vocab_size": 32,
         "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "eos_token_id": None,
         "q_lora_rank": 8,
         "kv_lora_rank": 8,
         "num_experts": 2,

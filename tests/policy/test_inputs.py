@@ -115,6 +115,42 @@ def test_wrong_inputs_are_named(
         policy.model(tokens(2, 4), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"rows": torch.tensor([1])}, "rows needs targets"),
+        (
+            {"targets": torch.zeros(4, dtype=torch.long), "labels": tokens(1, 4)},
+            "targets and labels",
+        ),
+        ({"targets": torch.zeros(1, dtype=torch.long)}, r"targets has shape \[1\], expected \[4\]"),
+        (
+            {"rows": torch.tensor([1, 2]), "targets": torch.tensor([1])},
+            r"targets has shape \[1\], expected \[2\]: one for each of rows",
+        ),
+        ({"labels": tokens(1, 3)}, r"labels has shape \[1, 3\]"),
+        ({"cu_seqlens": torch.zeros(0, dtype=torch.long)}, r"cu_seqlens has shape \[0\]"),
+        ({"cu_seqlens": torch.tensor([[0, 4]])}, r"cu_seqlens has shape \[1, 2\]"),
+        ({"input_ids": torch.arange(4)}, r"input_ids has shape \[4\], expected \[B, L\]"),
+    ],
+)
+def test_inputs_that_contradict_each_other_are_named(
+    policy: Policy, arguments: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        policy(**({"input_ids": tokens(1, 4)} | arguments))
+
+
+def test_the_loss_is_as_wide_as_the_policy() -> None:
+    torch.manual_seed(0)
+    wide = Policy(PolicyConfig.tiny(vocab_size=64, hidden_size=32)).double().eval()
+    ids = tokens(1, 9)
+    out = wide(ids, labels=ids)
+    by_hand = -out.logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).mean()
+    assert out.loss.dtype == torch.float64
+    assert float((out.loss - by_hand).detach().abs()) < 1e-14
+
+
 def test_a_state_cannot_skip_padding(policy: Policy) -> None:
     state = DecodeState.empty(policy.config, 2)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])

@@ -17,6 +17,7 @@ from farhorizon.policy import DecodeState, Policy, PolicyConfig, attention
 from farhorizon.policy.attention import GatedMLA
 from farhorizon.policy.packing import Packing
 from farhorizon.policy.state import LatentCache, ReplayedKda
+from farhorizon.policy.value import ValueHead
 
 
 @pytest.fixture(scope="module")
@@ -306,16 +307,12 @@ def test_labels_give_the_shifted_token_mean(policy):
     ids = tokens(20)
     labels = ids.clone()
     labels[0, :5] = -100
-    logprobs = policy(ids).logits[0, :-1].float().log_softmax(-1)
+    logprobs = policy(ids).logits[0, :-1].log_softmax(-1)
     picked = logprobs.gather(-1, ids[0, 1:, None])[4:, 0]
     torch.testing.assert_close(policy(ids, labels=labels).loss, -picked.mean())
     packed = policy(ids, labels=labels, position_ids=torch.tensor([[*range(8), *range(12)]])).loss
     parts = [
-        policy(ids[:, a:b])
-        .logits[0, :-1]
-        .float()
-        .log_softmax(-1)
-        .gather(-1, ids[0, a + 1 : b, None])[:, 0]
+        policy(ids[:, a:b]).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, a + 1 : b, None])[:, 0]
         for a, b in ((0, 8), (8, 20))
     ]
     torch.testing.assert_close(packed, -torch.cat([parts[0][4:], parts[1]]).mean())
@@ -354,6 +351,23 @@ def test_config_round_trip_keeps_unknown_fields(tmp_path):
     config.save_pretrained(tmp_path)
     again = PolicyConfig.from_pretrained(tmp_path)
     assert again.to_dict() == config.to_dict() and again.some_future_field == {"a": [1, 2]}
+
+
+def test_weights_made_on_the_meta_device_are_all_drawn():
+    with torch.device("meta"):
+        policy = Policy(PolicyConfig.tiny(vocab_size=64))
+        policy.v_head = ValueHead(64)
+    policy = policy.to_empty(device="cpu")
+    state = policy.state_dict()
+    with torch.no_grad():
+        for tensor in state.values():
+            tensor.fill_(torch.nan)
+    policy.apply(policy._init_weights)
+    assert [name for name, tensor in state.items() if not bool(tensor.isfinite().all())] == []
+    for name, tensor in state.items():
+        if name.endswith(("norm.weight", "_res_proj.weight", "correction_bias")):
+            assert bool((tensor == ("norm" in name)).all()), name
+    assert not bool(state["v_head.summary.weight"].any())
 
 
 def test_builds_on_the_meta_device():

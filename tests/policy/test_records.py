@@ -42,6 +42,24 @@ def test_a_stage_field_of_the_wrong_kind_is_named(
         read_stage(tmp_path)
 
 
+def test_json_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"config\.json: not JSON \(maximum recursion") as found:
+        read_config(tmp_path)
+    assert "\n" not in str(found.value)
+    file.write_bytes(b"\xff\xfe{")
+    with pytest.raises(UserError, match=r"config\.json: not JSON"):
+        read_config(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux has files of no content")
+def test_a_file_that_fails_to_be_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("/proc/self/mem")
+    with pytest.raises(UserError, match=r"config\.json: cannot be read \(Input/output error\)"):
+        read_config(tmp_path)
+
+
 def test_a_nested_config_must_be_an_object(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"text_config": "x"}')
     with pytest.raises(UserError, match=r"config\.json: text_config='x' must be an object"):

@@ -52,7 +52,11 @@ K3: dict[str, Any] = {
     "architectures": ["KimiK3ForConditionalGeneration"],
     "bos_token_id": 1,
     "text_config": TEXT | {"quantization_config": PACKED},
-    "vision_config": {"patch_size": 14},
+    "vision_config": {
+        **{"patch_size": 2, "vt_hidden_size": 16, "vt_intermediate_size": 24},
+        **{"qkv_hidden_size": 8, "vt_num_hidden_layers": 1, "vt_num_attention_heads": 2},
+        **{"init_pos_emb_height": 4, "init_pos_emb_width": 5},
+    },
 }
 # and Kimi-Linear: no query rank, no output gate of MLA, low-rank gate of KDA, no bound, SwiGLU
 LINEAR: dict[str, Any] = {
@@ -152,7 +156,16 @@ def published(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     if not nested:
         return out
     out = {f"language_model.{name}": tensor for name, tensor in out.items()}
-    return out | {"vision_tower.patch_embed.proj.weight": half(3), "mm_projector.x": half(2)}
+    tower = {
+        **{"patch_embed.proj": half(16, 3, 2, 2), "patch_embed.pos_emb": half(4, 5, 16)},
+        **{f"encoder.blocks.0.norm{n}": half(16) for n in (0, 1)},
+        **{"encoder.blocks.0.wqkv": half(24, 16), "encoder.blocks.0.wo": half(16, 8)},
+        **{"encoder.blocks.0.mlp.fc0": half(24, 16), "encoder.blocks.0.mlp.fc1": half(16, 24)},
+        "encoder.final_layernorm": half(16),
+    }
+    projector = {"proj.0": half(64, 64), "proj.2": half(hidden, 64), "post_norm": half(hidden)}
+    out |= {f"vision_tower.{name}.weight": tensor for name, tensor in tower.items()}
+    return out | {f"mm_projector.{name}.weight": tensor for name, tensor in projector.items()}
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:

@@ -38,7 +38,7 @@ GRIDS = [(1, 2, 4), (1, 4, 5 + 1), (2, 2, 2), (1, 2, 4)]
 
 
 def fields(**changes: Any) -> dict[str, Any]:
-    text = PolicyConfig.tiny(vocab_size=64, hidden_size=32, num_hidden_layers=2).to_dict()
+    text = PolicyConfig.tiny(vocab_size=300, hidden_size=32, num_hidden_layers=2).to_dict()
     return {
         "model_type": "kimi_k3",
         "architectures": ["KimiK3ForConditionalGeneration"],
@@ -254,6 +254,33 @@ def test_features_stand_where_the_placeholders_are() -> None:
     assert torch.allclose(out[:, : len(ids)], wanted, atol=1e-10)
 
 
+def test_features_stand_at_the_rows_in_their_order() -> None:
+    policy = made()
+    ids, order = torch.randint(3, PAD, (1, 12)), torch.tensor([2, 3, 0, 1])
+    features, rows = torch.randn(4, 32, dtype=torch.float64), torch.tensor([6, 7, 1, 2])
+    out = policy(ids, image_features=features, image_rows=rows).logits
+    again = policy(ids, image_features=features[order], image_rows=rows[order]).logits
+    assert torch.equal(out, again)
+    other = policy(ids, image_features=features, image_rows=rows.sort().values).logits
+    assert not torch.allclose(out, other)
+    # rows of the input as it was given, though what is hidden is not run
+    both = torch.cat([ids, ids])
+    mask = torch.ones_like(both)
+    mask[0, 9:] = 0
+    padded = policy(both, attention_mask=mask, image_features=features, image_rows=rows + 12).logits
+    assert torch.allclose(padded[1], out[0], atol=1e-12)
+    for wrong in ([6, 7, 1, 24], [6, 7, 1, -1], [6, 7, 1, 6], [6, 7, 1, 9]):
+        with pytest.raises(UserError, match=r"image_rows: each row must be another one of the 24"):
+            policy(
+                both,
+                attention_mask=mask,
+                image_features=features,
+                image_rows=torch.tensor(wrong),
+            )
+    with pytest.raises(UserError, match="image_rows has 3 rows, the images need 4"):
+        policy(ids, image_features=features, image_rows=rows[:3])
+
+
 def test_padding_and_rows_of_equal_length_carry_images() -> None:
     policy = made()
     pixels, ids = patches(GRIDS[:1]), ids_with([2])
@@ -341,7 +368,7 @@ def test_what_only_the_tower_needs_is_asked_of_it_alone() -> None:
             {"vision_config": VISION | {"text_hidden_size": 64}},
             "text_hidden_size=64 must be hidden",
         ),
-        ({"media_placeholder_token_id": 64}, "media_placeholder_token_id=64 must be a token of"),
+        ({"media_placeholder_token_id": 300}, "media_placeholder_token_id=300 must be a token of"),
     ):
         config = PolicyConfig.from_dict(fields() | change)
         Policy(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import MappingProxyType
 
 import pytest
 
@@ -114,6 +115,29 @@ def test_arguments_are_typed(value: object, kind: str, text: str) -> None:
 def test_an_argument_that_is_no_json_is_refused_by_name(value: object) -> None:
     with pytest.raises(ValueError, match="call f: argument k: "):
         message_pieces(Message("assistant", "", calls=(ToolCall("f", {"k": value}),)))
+
+
+def test_names_that_are_no_text_are_refused_by_name() -> None:
+    for arguments, fault in (
+        ({"k": {1: "a"}}, "argument k: an object in it has a name that is no string"),
+        ({"k": [{"a": {None: 1}}]}, "argument k: an object in it has a name that is no string"),
+        ({1: "a"}, "argument 1: its name is no string"),
+    ):
+        with pytest.raises(ValueError, match=f"^call f: {fault}"):
+            message_pieces(Message("assistant", "", calls=(ToolCall("f", arguments),)))
+
+
+def test_arguments_are_kept_as_they_are_read() -> None:
+    given = MappingProxyType({"a": (1, (2, [3])), "b": MappingProxyType({"c": ()})})
+    call = ToolCall("f", given)
+    assert call.arguments == {"a": [1, [2, [3]]], "b": {"c": []}}
+    message = Message("assistant", "", calls=(call,))
+    assert read_messages(message_pieces(message)) == [message]
+    deep: object = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="call f: argument k: maximum recursion"):
+        message_pieces(Message("assistant", "", calls=(ToolCall("f", {"k": deep}),)))
 
 
 def test_what_a_policy_would_write_is_trained_and_nothing_else() -> None:
