@@ -38,7 +38,8 @@ from ..rollout.types import Group
 from . import bench_task as task
 from .bench_task import Measurement
 from .cluster import check_gpus, cluster
-from .prepare import check_unused, check_writable
+from .prepare import check_writable
+from .together import check_unused
 
 MAX_LOG_RATIO = 1e-4  # nats between the sampler's and the learner's log-prob of any token
 PACKAGES = ("farhorizon", "torch", "ray", "deepspeed", "trl", "transformers")

@@ -24,17 +24,9 @@ from ..rollout.types import Group
 from .cluster import check_gpus, cluster
 from .files import write_whole
 from .origin import evaluation_defaults
-from .prepare import (
-    changes,
-    check_engine,
-    check_first_prompt,
-    check_native,
-    check_sight,
-    check_unused,
-    check_writable,
-    find_checkpoint,
-)
+from .prepare import changes, check_first_prompt, check_writable, find_checkpoint
 from .report import Evaluation, context_line, wilson
+from .together import check_engine, check_native, check_sight, check_unused
 
 TRIES = 3  # to load a checkpoint of a run at work before it is removed
 # What a success rate is of, beside checkpoint, seed and episodes, which the file holds.

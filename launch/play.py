@@ -18,7 +18,8 @@ from ..policy.tokenizer import chat_of, load_tokenizer
 from ..rollout.episode import run_groups
 from ..rollout.generator import NativeGenerator
 from ..rollout.types import Trajectory
-from .prepare import check_first_prompt, check_native, check_unused, find_checkpoint
+from .prepare import check_first_prompt, find_checkpoint
+from .together import check_native, check_unused
 
 TRAINED, GIVEN = ">", " "
 UNUSED = (

@@ -34,10 +34,11 @@ from ..rl.actor import LearnerGroup
 from .cluster import check_gpus, cluster
 from .files import sole_user, write_whole
 from .fresh import policy_presets, starting_checkpoint
-from .prepare import check_unused, check_writable
+from .prepare import check_writable
 from .report import skipped_line
 from .stage_data import check_episodes, corpus_of, fixed_text
 from .stage_record import StageRecorder, StageStep, Transition, stage_folders
+from .together import check_unused
 
 SETTLING_STEPS = 4
 FINAL_LR = 0.1  # of the last stage's rate, reached at its end

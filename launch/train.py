@@ -29,7 +29,7 @@ from .evaluate import measure
 from .files import sole_user
 from .flat import flat_line
 from .interrupt import GivenUp, exit_code, uninterrupted
-from .prepare import Run, check_unchanged, prepare, sync_of
+from .prepare import Run, check_unchanged, prepare
 from .progress import Display
 from .record import Recorder, read_rows
 from .report import (
@@ -45,6 +45,7 @@ from .report import (
     skipped_line,
     unchanged_line,
 )
+from .together import sync_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from . import advantages, corrections, losses, penalties
 from .aggregation import Aggregation, token_weights
 from .credit import Credit
 from .critic import Critic
+from .options import pull_of, shaping_of
 from .shaping import UNSHAPED, Shaping
 from .teachers import Distillation
 from .types import LossOutput
@@ -199,7 +200,7 @@ class Recipe:
             )
         rounds = self.extra_rounds if config.extra_rounds is None else config.extra_rounds
         correction = self._correction(config)
-        pull = _pull(config)
+        pull = pull_of(config)
         if self.whole and pull is not None and pull.where == "reward":
             raise UserError(
                 f"algorithm.kl_in=reward does not go with algorithm.name={config.name}, which has "
@@ -225,7 +226,7 @@ class Recipe:
             critic=Critic(**critic) if critic else None,
             pull=pull,
             credit=config.credit or "trajectory",
-            shaping=_shaping(config),
+            shaping=shaping_of(config),
             flat="learned" if acting else "left_out" if aggregation == "token" else "counted",
             compares=compares,
             on_policy=correction is None and not self.ratio,
@@ -312,45 +313,6 @@ def _distillation(config: AlgorithmConfig, of_tokens: bool) -> Distillation | No
             )
     bound = BOUND if config.distill_bound is None else config.distill_bound
     return Distillation(config.distill, bound)
-
-
-def _pull(config: AlgorithmConfig) -> penalties.Pull | None:
-    where, estimator, gradient = config.kl_in, config.kl_estimator, config.kl_gradient
-    if config.kl == 0:
-        given = {"kl_in": where, "kl_estimator": estimator, "kl_gradient": gradient}
-        for key, value in given.items():
-            if value is not None:
-                raise UserError(
-                    f"algorithm.{key}={value} would have no effect: it needs algorithm.kl above 0"
-                )
-        return None
-    if where == "reward" and gradient is not None:
-        raise UserError(
-            f"algorithm.kl_gradient={gradient} would have no effect: rewards have no gradient; "
-            "leave it out, or set algorithm.kl_in=loss"
-        )
-    if estimator == "k1" and gradient == "own":
-        raise UserError(
-            "algorithm.kl_gradient=own is 0 on average with algorithm.kl_estimator=k1: leave one "
-            "of them out"
-        )
-    usual = "k1" if where == "reward" else "k3"
-    return penalties.Pull(config.kl, where or "loss", estimator or usual, gradient or "right")
-
-
-def _shaping(config: AlgorithmConfig) -> Shaping:
-    limit, buffer, budget = config.overlong, config.overlong_buffer, config.budget
-    if limit is None and buffer is not None:
-        raise UserError(
-            f"algorithm.overlong_buffer={buffer} would have no effect: it needs algorithm.overlong"
-        )
-    if limit is not None:
-        buffer = max(1, limit // 5) if buffer is None else buffer  # DAPO's 4096 of 20480
-        if buffer > limit:
-            raise UserError(
-                f"algorithm.overlong_buffer={buffer} must be at most algorithm.overlong={limit}"
-            )
-    return Shaping(config.length_reward, limit, buffer or 1, budget, config.efforts)
 
 
 def _written(value: Any) -> str:

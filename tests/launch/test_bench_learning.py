@@ -19,7 +19,7 @@ from farhorizon.launch.learning_report import (
     overlap_table,
     pooled,
 )
-from farhorizon.launch.prepare import check_together
+from farhorizon.launch.together import check_together
 from farhorizon.rl.algorithms import ALGORITHMS
 
 FAKES = str(Path(__file__).parents[1] / "fakes.py")

@@ -21,9 +21,10 @@ from farhorizon.launch import checkpoints
 from farhorizon.launch.bench import bench_grpo
 from farhorizon.launch.checkpoints import RunState
 from farhorizon.launch.evaluate import evaluate
-from farhorizon.launch.prepare import find_checkpoint, prepare, sync_of
+from farhorizon.launch.prepare import find_checkpoint, prepare
 from farhorizon.launch.sft import run_sft
 from farhorizon.launch.stage import run_stages
+from farhorizon.launch.together import sync_of
 from farhorizon.rl.algorithms import ALGORITHMS, make_algorithm
 from farhorizon.rollout.engines import build
 

@@ -1,0 +1,139 @@
+"""Settings that do not go together, or that others leave without effect, and those that follow
+others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from ..configs.bounds import computes_in_fp32
+from ..configs.errors import UserError
+from ..configs.schema import EnvConfig, RolloutConfig, SyncConfig, TrainConfig, VllmConfig
+from ..policy.config import PolicyConfig
+from ..rl.algorithms import make_algorithm
+from ..rollout.vllm import check_installed
+
+OF_EXPERTS = ("replay", "thresholds", "threshold_decay", "router_lr", "expert_parallel")
+# Of the largest difference of vLLM in bf16 and a forward in fp32: 0.37 nat of 54,460 tokens, where
+# the mean was 0.008 (docs/benchmarks.md). What was loaded is compared bit for bit before.
+LOOSE_TOLERANCE = 0.5
+
+
+def check_together(config: TrainConfig) -> None:
+    """UserError for settings that exclude each other, or that others leave without effect."""
+    _check_engine(config)
+    algorithm = make_algorithm(config.algorithm)
+    name, learner, rounds = config.algorithm.name, config.learner, config.algorithm.extra_rounds
+    if config.group_size < 2:
+        if algorithm.compares:
+            raise UserError(
+                f"group_size={config.group_size} must be at least 2 with algorithm.name={name}, "
+                "which compares siblings"
+            )
+        reason = "it compares siblings, and group_size is 1; leave it out"
+        check_unused("algorithm", config.algorithm, ["length_reward"], reason)
+    if config.max_staleness == 0:
+        check_unused("rollout", config.rollout, ["keep_states"], "needs max_staleness")
+    everywhere = [n for n, teacher in enumerate(config.teachers) if not teacher.kinds]
+    if rounds and everywhere:
+        raise UserError(
+            f"algorithm.extra_rounds={rounds} would have no effect: teachers.{everywhere[0]} "
+            "teaches every task, whatever its rewards; leave it out, or give the teacher kinds"
+        )
+    if learner.minibatches == 1 and learner.replay == "learner":
+        raise UserError(
+            "learner.replay=learner would have no effect: it needs learner.minibatches above 1"
+        )
+    groups = config.groups_per_step * (1 + algorithm.extra_rounds)
+    if learner.minibatches > groups:
+        raise UserError(
+            f"learner.minibatches={learner.minibatches} would have no effect above the {groups} "
+            "groups that a step has at most, which are never divided; lower it, or raise "
+            "groups_per_step"
+        )
+    for key, value, most in (
+        ("learner.minibatches", learner.minibatches, 1),
+        ("max_staleness", config.max_staleness, 0),
+    ):
+        if algorithm.on_policy and value > most:
+            raise UserError(
+                f"{key}={value} does not go with algorithm.name={name}, whose loss has no ratio to "
+                f"the policy that sampled: set algorithm.correction=token_truncate, or {key}={most}"
+            )
+
+
+def check_parts(config: TrainConfig, policy: PolicyConfig) -> None:
+    """UserError for settings of parts that the policy does not have."""
+    layers = range(policy.num_hidden_layers)
+    for there, part, names in (
+        (not all(map(policy.is_dense, layers)), "experts", OF_EXPERTS),
+        (policy.attn_res_block_size is not None, "mixture over depth", ("attnres_lr",)),
+        (any(map(policy.is_mla, layers)), "latent attention", ("qk_clip",)),
+    ):
+        if not there:
+            reason = f"the policy has no {part}; leave it out"
+            check_unused("learner", config.learner, names, reason)
+
+
+def sync_of(config: TrainConfig) -> SyncConfig:
+    """The settings of publication, with the tolerance that the rollout engine needs."""
+    if config.sync.canary_tolerance is not None or computes_in_fp32(config.rollout):
+        return config.sync
+    return replace(config.sync, canary_tolerance=LOOSE_TOLERANCE)
+
+
+def check_engine(rollout: RolloutConfig, ray_address: str | None) -> None:
+    """UserError if the rollout engine cannot be had."""
+    if rollout.engine == "native":
+        return
+    if rollout.gpus == 0:
+        raise UserError(
+            "rollout.engine=vllm needs a GPU: set rollout.gpus=1, or a share of one; the CPU has "
+            "rollout.engine=native"
+        )
+    if ray_address is None:  # what the nodes of a cluster have is for their actors to find out
+        check_installed()
+
+
+def check_native(rollout: RolloutConfig) -> None:
+    """UserError if settings of another engine are given."""
+    if rollout.engine == "native":
+        names = [field.name for field in fields(VllmConfig)]
+        check_unused("rollout.vllm", rollout.vllm, names, "needs rollout.engine=vllm")
+
+
+def check_sight(env: EnvConfig, rollout: RolloutConfig, vision: bool) -> None:
+    """UserError if the environment shows images, and the engine takes none."""
+    if vision and rollout.engine == "vllm":
+        raise UserError(
+            f"rollout.engine=vllm takes no images, and env.id {env.id} shows some; use "
+            "rollout.engine=native"
+        )
+
+
+def _check_engine(config: TrainConfig) -> None:
+    check_native(config.rollout)
+    if config.rollout.engine == "native":
+        return
+    if config.learner.replay == "rollout":
+        raise UserError(
+            "learner.replay=rollout needs routes, which rollout.engine=vllm does not record; set "
+            "learner.replay=learner, or rollout.engine=native"
+        )
+    if config.sync.canary_tokens >= config.context:
+        raise UserError(
+            f"sync.canary_tokens={config.sync.canary_tokens} must be below context="
+            f"{config.context} with rollout.engine=vllm, which takes no longer sequence"
+        )
+    check_engine(config.rollout, config.ray_address)
+
+
+def check_unused(section: str, given: Any, names: Sequence[str], reason: str) -> None:
+    """UserError if one of the settings that have no effect here differs from its default."""
+    default = type(given)()
+    for name in names:
+        value = getattr(given, name)
+        if value != getattr(default, name):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise UserError(f"{section}.{name}={shown} would have no effect: {reason}")
