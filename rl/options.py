@@ -1,5 +1,5 @@
-"""What an algorithm's settings beside its loss come to: the pull of a reference, and what length does
-to rewards."""
+"""What an algorithm's settings beside its loss come to: the pull of a reference, and what length
+does to rewards."""
 
 from __future__ import annotations
 
