@@ -26,11 +26,12 @@ from ..policy.value import ValueHead
 from ..policy.weights import Publication
 from ..rollout.types import Group
 from . import batch, losses, resume
-from .algorithms import Flat, LossFunction, Objective, make_algorithm
+from .algorithms import Flat, make_algorithm
 from .critic import Critic
 from .engine import join, leave
 from .learner import Learner
 from .memory import enough_memory
+from .objective import LossFunction, Objective
 from .penalties import Pull
 from .publish import publish
 from .reference import Reference

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from farhorizon.rl.aggregation import token_weights
-from farhorizon.rl.algorithms import Objective
 from farhorizon.rl.batch import shares
 from farhorizon.rl.losses import reinforce
+from farhorizon.rl.objective import Objective
 from farhorizon.rl.types import Sample
 
 # Three sequences with 1, 2 and 5 trained tokens of loss 6, 3 and 1.
