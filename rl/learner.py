@@ -24,9 +24,9 @@ from ..policy.images import Placed
 from ..policy.qk_clip import clip_factors, forget, logit_maxima, watched_logits
 from ..policy.routing import Routes
 from ..policy.thresholds import ThresholdRule, make_rule
-from . import diagnostics
 from .algorithms import LossFunction
 from .critic import Critic, Judged, judge, whiten_over_ranks, with_values
+from .diagnostics import StepMetrics, Tally, loads, over_steps, stacked, tally
 from .engine import Engine
 from .memory import enough_memory
 from .penalties import to_go
@@ -99,9 +99,9 @@ class Learner:
         decoupled: bool = False,
         critic: Critic | None = None,
     ) -> UpdateResult:
-        """One optimizer step per share of this rank; metrics are means over the applied steps, or
-        over all where none was, and largest values if their name ends so. ``log_ratio_first`` is
-        that of the first step, before any of them changed the weights. A ``decoupled`` loss gets
+        """One optimizer step per share of this rank; metrics are those of the applied steps, or of
+        all where none was (`over_steps`). ``log_ratio_first`` is that of the first step, before any
+        of them changed the weights. A ``decoupled`` loss gets
         the log-probs of the policy before the first step as well. A ``critic`` gives advantages
         from the rewards of the micro-batches, and learns with the policy.
 
@@ -109,7 +109,7 @@ class Learner:
         schedule, thresholds and version stay. RunFailed after ``max_skipped_steps`` of them in
         a row.
         """
-        metrics: list[dict[str, float]] = []
+        taken: list[StepMetrics] = []
         bad_tensor: str | None = None
         before: Sequence[Sequence[Before | None]]
         # With a single step the forward that learns gives the log-probs itself.
@@ -122,18 +122,16 @@ class Learner:
             before = [[None] * len(share.micro_batches) for share in steps]
         for share, known in zip(steps, before, strict=True):
             with enough_memory(self.engine.policy, [share], self.config):
-                values, bad = self._optimizer_step(share, loss, known, critic)
-            metrics.append(values)
+                step, bad = self._optimizer_step(share, loss, known, critic)
+            taken.append(step)
             bad_tensor = bad_tensor or bad
-        applied = [values for values in metrics if values["skipped_steps"] == 0]
+        applied = [step for step in taken if step.applied]
         self.version += bool(applied)
-        told = applied or metrics
-        names = dict.fromkeys(name for values in told for name in values)
-        result = {k: diagnostics.combined(k, [m[k] for m in told if k in m]) for k in names}
-        result["optimizer_steps"] = len(metrics)
-        result["skipped_steps"] = len(metrics) - len(applied)
-        if "log_ratio_abs" in metrics[0]:
-            result["log_ratio_first"] = metrics[0]["log_ratio_abs"]
+        result = over_steps(applied or taken)
+        result["optimizer_steps"] = len(taken)
+        result["skipped_steps"] = len(taken) - len(applied)
+        if "log_ratio_abs" in taken[0].means:
+            result["log_ratio_first"] = taken[0].means["log_ratio_abs"]
         return UpdateResult(result, self.version, not applied, bad_tensor)
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -208,9 +206,9 @@ class Learner:
         loss: LossFunction,
         before: Sequence[Before | None],
         critic: Critic | None,
-    ) -> tuple[dict[str, float], str | None]:
+    ) -> tuple[StepMetrics, str | None]:
         outputs: list[LossOutput] = []
-        tally = torch.zeros(diagnostics.SIZE, dtype=torch.float64, device=self.engine.device)
+        tally = Tally.empty(self.engine.device)
         passed = before[0] is not None and before[0].logprobs is not None
         replaying = self.replay.active(passed)
         for number, (batch, known) in enumerate(zip(share.micro_batches, before, strict=True)):
@@ -226,13 +224,14 @@ class Learner:
                             counting.enter_context(watched_logits(self.engine.policy))
                     out = self._forward(batch, last)
                 output, advantages = self._loss(batch, out, loss, share, known, critic)
-                tally += self._tally(batch, out, advantages)
+                tally = tally.joined(self._tally(batch, out, advantages))
                 self.engine.backward(output.loss)
             outputs.append(output)
-        metrics = self._reduced(outputs)
-        if outputs[0].maxima:  # it compares policies
-            self.engine.all_reduce([tally])
-            metrics |= diagnostics.metrics(tally.tolist())
+        means, metrics = self._reduced(outputs)
+        compared = bool(outputs[0].maxima)
+        if compared:
+            self.engine.all_reduce([tally.ranges, tally.spread])
+            self.engine.all_reduce([tally.highest], "max")
         metrics["lr"] = self.engine.scheduled_lr()
         result = self.engine.step()
         metrics["grad_norm"] = result.grad_norm
@@ -242,8 +241,8 @@ class Learner:
             self.skipped_in_a_row = 0
             self.engine.all_reduce(self.policy.routing_counts())
             if replaying:
-                metrics |= diagnostics.loads("replayed_load", self.policy.replayed_loads())
-            metrics |= diagnostics.loads("expert_load", self.policy.update_thresholds())
+                metrics |= loads("replayed_load", self.policy.replayed_loads())
+            metrics |= loads("expert_load", self.policy.update_thresholds())
             self.threshold_version += self.config.thresholds != "freeze"
         else:
             self.policy.clear_routing_counts()
@@ -251,7 +250,8 @@ class Learner:
             self._skipped(result.bad_tensor)
         if self.config.qk_clip is not None:
             metrics |= self._clip_logits(self.config.qk_clip, result.applied)
-        return metrics, result.bad_tensor
+        told = StepMetrics(share.denominator, means, metrics, tally if compared else None)
+        return told, result.bad_tensor
 
     def _clip_logits(self, threshold: float, applied: bool) -> dict[str, float]:
         """Scale heads whose largest logit of the step was above ``threshold``, if it was applied;
@@ -339,9 +339,9 @@ class Learner:
         metrics = {**output.metrics, **lesson, "entropy": spread}
         return LossOutput(output.loss, metrics, output.maxima), advantages
 
-    def _tally(self, batch: MicroBatch, out: Rows, advantages: Tensor) -> Tensor:
+    def _tally(self, batch: MicroBatch, out: Rows, advantages: Tensor) -> Tally:
         positions = _positions(batch)
-        return diagnostics.tally(
+        return tally(
             batch,
             positions,
             out.logprobs,
@@ -350,19 +350,18 @@ class Learner:
             self._tensor(batch.loss_mask[positions]),
         )
 
-    def _reduced(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
-        """Metrics of the step over all micro-batches and ranks."""
-        names = ["loss", *outputs[0].metrics]
-        sums = torch.stack(
-            [torch.stack([o.loss.detach(), *o.metrics.values()]).double() for o in outputs]
-        ).sum(0)
+    def _reduced(self, outputs: Sequence[LossOutput]) -> tuple[dict[str, float], dict[str, float]]:
+        """Means and largest values of the step over all micro-batches and ranks."""
+        names, values = stacked([{"loss": o.loss.detach(), **o.metrics} for o in outputs])
+        sums = values.double().sum(0)
         self.engine.all_reduce([sums])
-        metrics = dict(zip(names, sums.tolist(), strict=True))
+        maxima: dict[str, float] = {}
         if outputs[0].maxima:
-            highest = torch.stack([torch.stack([*o.maxima.values()]) for o in outputs]).amax(0)
+            largest, values = stacked([o.maxima for o in outputs])
+            highest = values.amax(0)
             self.engine.all_reduce([highest], "max")
-            metrics |= dict(zip(outputs[0].maxima, highest.tolist(), strict=True))
-        return metrics
+            maxima = dict(zip(largest, highest.tolist(), strict=True))
+        return dict(zip(names, sums.tolist(), strict=True)), maxima
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         # a copy: arrays that Ray shares are read-only

@@ -65,12 +65,12 @@ class MicroBatch:
     behavior_logprobs: np.ndarray
     advantages: np.ndarray
     sequence_ids: np.ndarray
+    kinds: tuple[str, ...]
     padding: bool = False
     images: tuple[Placed, ...] = ()
     rewards: np.ndarray | None = None
     terminated: np.ndarray | None = None
     routes: Routes | None = None
-    kinds: tuple[str, ...] = ("",)
 
     def of_sequences(self, chosen: np.ndarray) -> MicroBatch:
         """The sequences that ``chosen`` bool [N] marks, in their order, and all that is theirs."""

@@ -38,6 +38,7 @@ def packed() -> MicroBatch:
         behavior_logprobs=none,
         advantages=none,
         sequence_ids=ids,
+        kinds=("", ""),
         rewards=rewards,
         terminated=np.array([True, False]),
     )

@@ -284,11 +284,15 @@ def test_an_infinite_gradient_changes_nothing(played: Path, ranks: int, stage: i
 def test_the_largest_of_several_steps_is_reported_and_the_first_ratio(
     played: Path, ranks: int
 ) -> None:
-    together, first, second = results(played, ranks, "minibatches")
+    together, first, second, tokens = results(played, ranks, "minibatches")
     for name in ("log_ratio_max", "expert_load_max"):
         assert first[name] != second[name]
         assert together[name] == max(first[name], second[name]), name
-    assert together["loss"] == (first["loss"] + second["loss"]) / 2
+    assert tokens[0] != tokens[1]
+    for name in ("loss", "kl", "entropy", "kl_from_0"):
+        want = (first[name] * tokens[0] + second[name] * tokens[1]) / sum(tokens)
+        assert together[name] == pytest.approx(want, rel=1e-12), name
+    assert together["grad_norm"] == (first["grad_norm"] + second["grad_norm"]) / 2
     assert together["log_ratio_first"] == first["log_ratio_abs"] != second["log_ratio_abs"]
 
 

@@ -37,6 +37,7 @@ def share(*edges: int) -> Share:
         behavior_logprobs=zeros,
         advantages=zeros,
         sequence_ids=zeros.astype(np.int64),
+        kinds=("",) * (len(edges) - 1),
     )
     return Share((batch,), 1, 1)
 

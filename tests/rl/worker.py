@@ -55,7 +55,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "masked": {"correction": "sequence_mask", "correction_low": 0.1},
     "truncated": {"name": "reinforce", "correction": "token_truncate", "correction_high": 1.1},
     "pulled": {"kl": 0.2, "correction": "token_truncate"},
-    "charged": {"name": "gspo", "kl": 0.2, "kl_in": "reward"},
+    "charged": {"name": "sapo", "kl": 0.2, "kl_in": "reward"},
 }
 
 
@@ -232,12 +232,14 @@ def resumed(out: dict[str, Any]) -> None:
 
 
 def minibatches(out: dict[str, Any]) -> None:
-    """Two optimizer steps in one update, and the same two in updates of their own."""
-    steps = [share(step, PACKED, 64) for step in range(2)]
+    """Two optimizer steps of unequal size in one update, and in updates of their own."""
+    own_samples = samples(0, 64), samples(1, 64)[:3]
+    steps = [shares(part, RANKS, PACKED)[RANK] for part in own_samples]
     together = learner(tiny_policy(), 0, grad_clip=0.1).update(steps, LOSS)
     own = learner(tiny_policy(), 0, grad_clip=0.1)
     apart = [own.update([step], LOSS) for step in steps]
-    out["minibatches"] = [result.metrics for result in (together, *apart)]
+    tokens = [step.denominator for step in steps]
+    out["minibatches"] = [*(result.metrics for result in (together, *apart)), tokens]
 
 
 def counting(out: dict[str, Any]) -> None:
