@@ -143,7 +143,7 @@ def errors(side: Side, given: Head, count: int = CHECKED_TOKENS) -> dict[str, fl
     found = [*(x.detach()[rows] for x in values), d_hidden[rows], d_head]
 
     leaves = [x.detach().double().requires_grad_() for x in (hidden[rows], lm_head)]
-    true_values = naive_token_logprobs(*leaves, targets[rows])
+    true_values = naive_token_logprobs(leaves[0], leaves[1], targets[rows])
     grads = torch.autograd.grad(true_values, leaves, [w.double()[rows] for w in weights])
     truth = [*(x.detach() for x in true_values), *grads]
     return {n: relative(x, y) for n, x, y in zip(names, found, truth, strict=True)}

@@ -96,10 +96,13 @@ def _equal_rewards(steps: Rows, flat: float) -> str | None:
 
 
 def _stale(steps: Rows) -> str | None:
-    stale, groups = _sum(steps, "train/groups_stale"), _sum(steps, "train/groups")
-    if 2 * stale <= groups:
+    stale, trained = _sum(steps, "train/tokens_stale"), _sum(steps, "learn/trained_tokens")
+    if stale <= trained:
         return None
-    return f"{stale:.0f} of {groups:.0f} groups were too old to learn from: raise max_staleness"
+    return (
+        f"{stale:.0f} of {stale + trained:.0f} sampled tokens were too old to learn from: raise "
+        "max_staleness"
+    )
 
 
 def _apart(steps: Rows) -> str | None:

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
@@ -181,7 +182,7 @@ class PolicyConfig(PretrainedConfig):
         missing that decides what the policy computes."""
         from .records import read_config
 
-        return read_config(pretrained_model_name_or_path)
+        return read_config(Path(pretrained_model_name_or_path))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -74,7 +74,7 @@ class _Writes(TorchDispatchMode):
         super().__init__()
         self.different: set[str] = set()
         self._compare = compare
-        self._names = {_storage(tensor): name for name, tensor in reversed(served.items())}
+        self._names = {_storage(tensor): name for name, tensor in reversed(list(served.items()))}
         self._covered: Counter[tuple[torch.device, int]] = Counter()
 
     def covered(self, tensor: Tensor) -> int:

@@ -21,6 +21,10 @@ def draw(tokens: int) -> list[torch.Tensor]:
     return [x.requires_grad_() for x in given]
 
 
+def attend(given: list[torch.Tensor], bounds: tuple[int, ...]) -> torch.Tensor:
+    return causal_attention(given[0], given[1], given[2], bounds, SCALE)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_outputs_and_gradients_are_those_of_the_definition(
@@ -31,13 +35,13 @@ def test_outputs_and_gradients_are_those_of_the_definition(
     pull = torch.randn(bounds[-1], 2, 128, device="cuda", dtype=torch.bfloat16)
     torch.use_deterministic_algorithms(deterministic)
     try:
-        out = causal_attention(*given, bounds, SCALE)
+        out = attend(given, bounds)
         found = [out.detach(), *torch.autograd.grad(out, given, pull)]
     finally:
         torch.use_deterministic_algorithms(False)
     for start, end in pairwise(bounds):  # a sequence at a time: scores in fp64 are large
         wide = [x[start:end].detach().double().requires_grad_() for x in given]
-        truth = naive_causal_attention(*wide, (0, end - start), SCALE)
+        truth = naive_causal_attention(wide[0], wide[1], wide[2], (0, end - start), SCALE)
         want = [truth, *torch.autograd.grad(truth, wide, pull[start:end].double())]
         for name, x, y in zip(("out", "dq", "dk", "dv"), found, want, strict=True):
             error = float((x[start:end].double() - y.detach()).norm() / y.detach().norm())
@@ -48,7 +52,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(
 def test_a_sequence_has_the_bits_that_it_has_alone() -> None:
     bounds = (0, 5000, 5300, 9800)
     given = [x.detach() for x in draw(bounds[-1])]
-    together = causal_attention(*given, bounds, SCALE)
+    together = attend(given, bounds)
     for start, end in pairwise(bounds):
-        alone = causal_attention(*(x[start:end] for x in given), (0, end - start), SCALE)
+        alone = attend([x[start:end] for x in given], (0, end - start))
         assert torch.equal(alone, together[start:end])

@@ -13,7 +13,7 @@ def rows(count: int = 30, **changes: Any) -> list[dict[str, Any]]:
     """Steps of a sound run, after a row of an evaluation; keys with ``__`` for ``/``."""
     sound = {
         **{"train/update_skipped": 0, "train/success": 0.3, "train/groups": 8},
-        **{"train/groups_without_variance": 2, "train/groups_stale": 0, "learn/groups": 8},
+        **{"train/groups_without_variance": 2, "train/tokens_stale": 0, "learn/groups": 8},
         **{"rollout/errors": 0, "rollout/episodes": 64, "learn/skipped_steps": 0.0},
         **{"learn/staleness_max": 0, "learn/log_ratio_first": 1e-6, "learn/entropy": 1.0},
         **{"learn/clip_fraction": 0.1, "learn/clip_fraction_low": 0.0},
@@ -59,7 +59,10 @@ EQUAL = "150 of 240 groups had equal rewards, most of them failed: warm up longe
         ({"learn__reference_kl": 1.5}, "the policy went 1.5 nats per token away from its refer"),
         ({"learn__reference_kl": -1e-7}, "nats from its reference: lower algorithm.kl"),
         ({"learn__reference_kl": 0.02}, "no number of 30 updates stands out"),
-        ({"train__groups_stale": 5}, "150 of 240 groups were too old"),
+        (
+            {"train__tokens_stale": 500, "learn__trained_tokens": 300},
+            "15000 of 24000 sampled tokens",
+        ),
         ({"learn__log_ratio_first": 0.2}, "rollout and learner differ by 0.2 nats per token"),
         ({"learn__correction_removed": 0.7}, "algorithm.correction removed 70% of the tokens"),
         (

@@ -126,12 +126,13 @@ def test_options_of_a_save_are_honoured_or_refused(tmp_path: Path) -> None:
     zeros = {name: torch.zeros_like(tensor) for name, tensor in policy.state_dict().items()}
     policy.save_pretrained(tmp_path / "p", state_dict=zeros, safe_serialization=True)
     assert not any(bool(t.any()) for t in load_policy(tmp_path / "p").state_dict().values())
-    for options, error in (
+    refused: tuple[tuple[dict[str, Any], type[Exception]], ...] = (
         ({"max_shard_size": "1KB"}, TypeError),
         ({"nonsense": 3}, TypeError),
         ({"safe_serialization": False}, ValueError),
         ({"push_to_hub": True}, ValueError),
-    ):
+    )
+    for options, error in refused:
         with pytest.raises(error, match=next(iter(options))):
             policy.save_pretrained(tmp_path / "q", **options)
     del zeros["lm_head.weight"]
@@ -178,7 +179,8 @@ def test_a_gate_is_not_read_as_another_one(
 def test_gates_and_convolutions_stay_fp32_under_casts_and_in_files(tmp_path: Path) -> None:
     exact = made().state_dict()
     for narrow in (torch.bfloat16, torch.float16):
-        policy: Any = made().to(narrow)
+        made_here: Any = made()
+        policy = made_here.to(narrow)
         policy(torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
         policy.to(narrow)  # gradients are cast with what they are of
         save_policy(tmp_path / "p", policy)

@@ -190,8 +190,9 @@ def test_a_named_objective_passes_on_all_that_it_is_given(name: str) -> None:
         "denominator": 7,
         "weights": torch.tensor([0.5, 1.0, 2.0, 3.0]),
     }
-    ends = {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5} if name != "rloo" else {}
-    base = reinforce if name == "rloo" else ppo_clip
+    ends: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5}
+    ends = ends if name != "rloo" else {}
+    base: Callable[..., LossOutput] = reinforce if name == "rloo" else ppo_clip
     got, want = (f(logprobs, **given, **ends).loss.item() for f in (getattr(losses, name), base))
     assert got == want != base(logprobs, **{**given, "weights": None}, **ends).loss.item()
 
