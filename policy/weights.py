@@ -8,7 +8,8 @@ tensor has a digest of those bytes which the receiver recomputes from the tensor
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,7 +164,25 @@ def tensor_bytes(tensor: Tensor) -> np.ndarray:
 
 def digest(tensor: Tensor) -> str:
     """Hex digest (128-bit blake2b) of a tensor's bytes; -0.0 and 0.0 differ, as do NaNs."""
-    return hashlib.blake2b(tensor_bytes(tensor).data, digest_size=16).hexdigest()
+    return _digest_of(tensor_bytes(tensor))
+
+
+def digests(tensors: Sequence[Tensor]) -> list[str]:
+    """`digest` of each, on as many threads as torch may use."""
+    return _spread(digest, tensors)
+
+
+def _digest_of(payload: np.ndarray) -> str:
+    return hashlib.blake2b(payload.data, digest_size=16).hexdigest()
+
+
+def _spread(work: Callable[[Any], str], items: Sequence[Any]) -> list[str]:
+    """A function of each, which lets go of the interpreter: as hashing long bytes does."""
+    threads = torch.get_num_threads()
+    if threads == 1 or len(items) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, items))
 
 
 def policy_digest(manifest: WeightManifest, digests: Iterable[str]) -> str:
@@ -189,17 +208,17 @@ def fill_buckets(
         count = _bucket_length(manifest, index, bucket_bytes)
         specs = manifest.specs[index : index + count]
         payload = np.empty(sum(spec.nbytes for spec in specs), np.uint8)
-        digests: list[str] = []
+        parts: list[np.ndarray] = []
         offset = 0
         for spec in specs:
             name, tensor = next(incoming, ("", torch.empty(0)))
             if TensorSpec.of(name, tensor) != spec:
                 found = f"{name} {tensor.dtype} {list(tensor.shape)}" if name else "the end"
                 raise ValueError(f"weights: expected {spec.name} next, found {found}")
-            payload[offset : offset + spec.nbytes] = tensor_bytes(tensor)
-            digests.append(digest(tensor))
+            parts.append(payload[offset : offset + spec.nbytes])
+            parts[-1][:] = tensor_bytes(tensor)
             offset += spec.nbytes
-        yield Bucket(index, count, payload), tuple(digests)
+        yield Bucket(index, count, payload), tuple(_spread(_digest_of, parts))
         index += count
     extra = next(incoming, None)
     if extra is not None:

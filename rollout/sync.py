@@ -18,6 +18,7 @@ from ..policy.weights import (
     Publication,
     WeightManifest,
     digest,
+    digests,
     policy_digest,
     read_bucket,
 )
@@ -175,13 +176,12 @@ class WeightReceiver:
 def difference(publication: Publication, tensors: Mapping[str, Tensor]) -> str | None:
     """What first sets ``tensors`` apart from those that were published, by digests; None if
     nothing."""
-    found = []
-    for name, expected in zip(publication.manifest.names, publication.digests, strict=True):
-        found.append(digest(tensors[name]))
-        if found[-1] != expected:
+    names = publication.manifest.names
+    found = digests([tensors[name] for name in names])
+    for name, own, expected in zip(names, found, publication.digests, strict=True):
+        if own != expected:
             return (
-                f"{name}: its bytes are not those published "
-                f"(digest {found[-1][:8]}, not {expected[:8]})"
+                f"{name}: its bytes are not those published (digest {own[:8]}, not {expected[:8]})"
             )
     for name, meant in publication.thresholds.digests:
         if name not in tensors or digest(tensors[name]) != meant:
