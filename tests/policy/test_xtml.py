@@ -119,11 +119,11 @@ def test_an_argument_that_is_no_json_is_refused_by_name(value: object) -> None:
 
 
 def test_names_that_are_no_text_are_refused_by_name() -> None:
-    refused: tuple[tuple[Any, str], ...] = (
+    refused: list[tuple[Any, str]] = [
         ({"k": {1: "a"}}, "argument k: an object in it has a name that is no string"),
         ({"k": [{"a": {None: 1}}]}, "argument k: an object in it has a name that is no string"),
         ({1: "a"}, "argument 1: its name is no string"),
-    )
+    ]
     for arguments, fault in refused:
         with pytest.raises(ValueError, match=f"^call f: {fault}"):
             message_pieces(Message("assistant", "", calls=(ToolCall("f", arguments),)))
