@@ -38,6 +38,7 @@ from farhorizon.policy.tokenizer import (
     tokenizer_sha256,
     train_tokenizer,
 )
+from farhorizon.policy.weights import THRESHOLD
 from farhorizon.rl.sft import train_on_demonstrations
 
 ENV = EnvConfig(id="echo-v0")
@@ -198,7 +199,9 @@ def test_ranks_together_do_what_one_does_alone(
         states.append(checkpoint.policy.state_dict())
     start = load_checkpoint(parent).policy.state_dict()
     for name, value in states[0].items():
-        torch.testing.assert_close(states[1][name], value, atol=1e-4, rtol=0, msg=name)
+        # a score that rounding moves over the edge of a bin moves a threshold by its width
+        atol = 1e-3 if name.endswith(THRESHOLD) else 1e-4
+        torch.testing.assert_close(states[1][name], value, atol=atol, rtol=0, msg=name)
     assert max(float((states[0][k] - start[k]).abs().max()) for k in start) > 1e-3
 
 
