@@ -30,7 +30,15 @@ from .step_measure import (
     small_config,
     utilisation,
 )
-from .step_peers import KimiSide, bounded_decay, check_peers, kimi_linear, missing, shared_config
+from .step_peers import (
+    KimiSide,
+    bounded_decay,
+    check_peers,
+    installed,
+    kimi_linear,
+    missing,
+    shared_config,
+)
 
 GIB = 2**30
 
@@ -81,6 +89,8 @@ def run(
     if absent is not None:
         print(f"{absent} is not installed: its step would be another, peers are left out")
         return
+    if not installed("causal_conv1d"):
+        print("causal_conv1d is not installed: convolutions of the peer run in plain torch")
     shared = shared_config(policy)
     mine = tell("shared", shared, ours(shared, config))
     other = tell("shared", shared, theirs(shared, config))

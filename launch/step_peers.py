@@ -46,8 +46,13 @@ def check_peers(names: tuple[str, ...]) -> None:
 
 def missing() -> str | None:
     """The package without which the peer would run a plain loop, if it is not installed."""
-    spec = importlib.util.find_spec("fla")
-    return "flash-linear-attention" if spec is None or spec.origin is None else None
+    return None if installed("fla") else "flash-linear-attention"
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported; a folder of its name is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def shared_config(config: PolicyConfig) -> PolicyConfig:
