@@ -116,8 +116,9 @@ class Message:
     images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
-        if not all(isinstance(text, str) for text in (self.name, self.type, self.tool)):
-            raise TypeError("name, type and tool of a message are strings")
+        texts = (self.content, self.name, self.type, self.tool, self.thinking)
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("content, name, type, tool and thinking of a message are strings")
         if (self.thinking or self.calls) and self.role != "assistant":
             raise ValueError(f"a {self.role} message has no thinking and no calls")
         if (self.tool or self.index) and self.role != "tool":
@@ -133,7 +134,7 @@ class Message:
             raise TypeError("images of a message are a tuple of what shown or Image make")
         if self.images and self.role == "assistant":
             raise ValueError("an assistant message has no images")
-        places = str(self.content).count(IMAGE_PLACEHOLDER)
+        places = self.content.count(IMAGE_PLACEHOLDER)
         if self.images and places != len(self.images):
             raise ValueError(f"the content has {places} placeholders for {len(self.images)} images")
 

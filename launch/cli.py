@@ -136,7 +136,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings to change")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="settings to change"
+    )
 
 
 # Each command imports what it needs only when it runs: --help stays quick.

@@ -184,11 +184,22 @@ def _rollout(config: PlanConfig, counts: Counts, sizes: StateSizes, context: int
     yield f"  {'sequence':<20}{_bytes(sizes.of(context)):>12}  at {context:,} tokens"
     if fit == Fit(0, 0):
         whole = counts.weight_bytes(ITEMSIZE[config.dtype])
-        needed = whole // usable_bytes(config) + 1
-        yield f"  the weights do not fit: serve_gpus={needed} at least"
+        yield f"  {_misfit(config, whole, weights, sizes, context)}"
         return
     yield f"  largest batch       {_number(fit.batch):>12}  sequences of {context:,} tokens"
     yield f"  largest context     {_number(fit.context):>12}  tokens, batch {config.batch}"
+
+
+def _misfit(config: PlanConfig, whole: int, weights: int, sizes: StateSizes, context: int) -> str:
+    """What does not fit, and how many GPUs hold ``whole`` bytes of weights beside a sequence."""
+    asked = f"a sequence of {context:,} tokens"
+    fits = weights < usable_bytes(config)
+    what = f"the weights fit, but not {asked} beside them" if fits else "the weights do not fit"
+    room = usable_bytes(config) - sizes.of(context)
+    if room < 1:
+        return f"{what}; a GPU holds no {asked.removeprefix('a ')}: lower context"
+    beside = "" if fits else f", with {asked}"
+    return f"{what}: serve_gpus={-(-whole // room)} at least{beside}"
 
 
 def _learner(config: PlanConfig, trained: Trained, per_token: int, context: int) -> Iterator[str]:
@@ -197,7 +208,9 @@ def _learner(config: PlanConfig, trained: Trained, per_token: int, context: int)
     divided = f", experts over {parts} of them" if parts > 1 else ""
     again = ", layers computed again" if config.checkpointing == "layers" else ""
     yield ""
-    yield f"learner         {name}, fp32 masters, {config.ranks} ranks{divided}; GiB on each"
+    whole = trained.parameters * 16  # on one rank: whatever is divided is shown in the same unit
+    unit, size = next((u, s) for u, s in (("GiB", GIB), ("MiB", 2**20), ("B", 1)) if whole >= s)
+    yield f"learner         {name}, fp32 masters, {config.ranks} ranks{divided}; {unit} on each"
     yield f"  activations take about {_bytes(per_token)} per token{again}"
     yield f"  {'ZeRO':<6}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'all':>10}" + (
         f"{'largest batch':>15}{'largest context':>17}"
@@ -207,7 +220,8 @@ def _learner(config: PlanConfig, trained: Trained, per_token: int, context: int)
         fit = learner_fit(config, trained, per_token, context, stage)
         cells = (sizes.weights, sizes.gradients, sizes.optimizer, sizes.total)
         widths = (10, 11, 11, 10)
-        row = "".join(f"{n / GIB:>{w},.2f}" for n, w in zip(cells, widths, strict=True))
+        digits = 0 if size == 1 else 2
+        row = "".join(f"{n / size:>{w},.{digits}f}" for n, w in zip(cells, widths, strict=True))
         yield f"  {stage:<6}{row}{_number(fit.batch):>15}{_number(fit.context):>17}"
 
 

@@ -199,7 +199,8 @@ class ChatFormat:
         """What the policy said, control tokens dropped; in the full style an `Action`."""
         if self.style == "full":
             return Action(*self.read(sampled_ids))
-        return self._backend.decode([int(token) for token in sampled_ids], skip_special_tokens=True)
+        known = [token for token in map(int, sampled_ids) if self._is_known(token)]
+        return self._backend.decode(known, skip_special_tokens=True)
 
     def read(self, sampled_ids: Sequence[int]) -> Reply:
         """The message that the policy sampled after `prompt`, and what is malformed about it."""
@@ -283,7 +284,7 @@ class ChatFormat:
         run: list[int] = []
         for token in map(int, token_ids):
             name = self._names.get(token)
-            if name is None and self._backend.id_to_token(token) is not None:
+            if name is None and self._is_known(token):
                 run.append(token)
                 continue
             if run:
@@ -291,6 +292,10 @@ class ChatFormat:
                 run = []
             pieces.append(Piece(name or f"token {token}", True))
         return [*pieces, Piece(self._backend.decode(run))] if run else pieces
+
+    def _is_known(self, token: int) -> bool:
+        # The backend takes no other numbers.
+        return 0 <= token < 2**32 and self._backend.id_to_token(token) is not None
 
 
 def _shortened(message: Message, characters: int) -> Message:

@@ -40,7 +40,14 @@ from .records import (
     stage_fields,
     write_json,
 )
-from .shards import FLOATS, INDEX_FILE, SINGLE_FILE, check_finite, write_shard
+from .shards import (
+    FLOATS,
+    INDEX_FILE,
+    SINGLE_FILE,
+    check_finite,
+    check_storable,
+    write_shard,
+)
 from .stored import file_notes, read_weights, stored_parts
 from .tokenizer import END_OF_MESSAGE, MEDIA_PAD, load_tokenizer, tokenizer_sha256
 from .value import VALUE_FILE, VALUE_PREFIX, read_value_head, write_value_head
@@ -77,9 +84,10 @@ def save_checkpoint(
     stored as MXFP4, else as they are, and a value head is left out. ``notes`` are texts by file
     name that belong to it. ValueError when it is not the whole policy.
     """
-    folder = Path(folder)
+    given = folder = Path(folder)
     check_replaceable(folder)
     _check_ids(folder, tokenizer, config)
+    folder = folder.resolve()  # what a link points to is replaced, not the link
     with _beside(folder) as temporary:
         dtype = _write_weights(temporary, weights, config, export)
         tokenizer.save_pretrained(temporary)
@@ -103,7 +111,7 @@ def save_checkpoint(
     else:
         temporary.rename(folder)
     _flush(folder.parent)
-    return folder
+    return given
 
 
 def load_checkpoint(
@@ -148,7 +156,7 @@ def load_policy(
     with torch.device("meta"):
         try:
             policy = Policy(config, vision=vision)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # the latter: sizes whose product torch has not
             message = one_line(error).removeprefix("config.json: ")
             raise UserError(f"{folder / 'config.json'}: {message}") from None
     policy.load_state_dict(read_weights(folder, policy, dtype), assign=True)
@@ -166,7 +174,9 @@ def save_policy(
     Until all is written the folder is as it was. Then files are moved into it one by one, the
     configuration last: without one nothing reads the folder.
     """
-    folder, config = Path(folder).absolute(), policy.config
+    if not os.fspath(folder):
+        raise UserError("save: the name of the folder is empty")
+    folder, config = Path(folder).resolve(), policy.config
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is no folder; choose another one to save into")
     with _beside(folder) as temporary:
@@ -217,6 +227,8 @@ def check_replaceable(folder: Path) -> None:
     inside: those are a run's, its stages or what it goes on from."""
     if not folder.exists():
         return
+    if folder.samefile("."):
+        raise UserError(f"output {folder}: is the current folder; choose another output")
     inside = list(folder.iterdir()) if folder.is_dir() else [folder]
     if inside and not (folder / CONFIG_FILE).is_file():
         raise UserError(f"output {folder}: exists and is no checkpoint; choose another output")
@@ -229,7 +241,11 @@ def check_replaceable(folder: Path) -> None:
 def _beside(folder: Path) -> Iterator[Path]:
     """An empty folder beside ``folder`` to write into, on the disk when the context ends; after an
     error it is removed."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        file = next(path for path in folder.parents if path.exists())
+        raise UserError(f"{folder}: {file} is no folder; choose another one") from None
     temporary = folder.parent / f".{folder.name}.partial"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -255,6 +271,7 @@ def _write_weights(folder: Path, weights: Weights, config: PolicyConfig, export:
 
     def rest() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in pairs:
+            check_storable(name, tensor)
             if name.startswith(VALUE_PREFIX):
                 head[name] = tensor if lasting else tensor.clone()
             else:

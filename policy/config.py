@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PretrainedConfig
 
 from ..configs.errors import UserError
-from .fields import check_field
+from .fields import check_field, check_names
 from .published import VISION, Published, stores_mxfp4, text_fields
 from .vision_config import MEDIA_TOKEN_ID, ImageRules, VisionConfig
 
@@ -94,6 +94,7 @@ class PolicyConfig(PretrainedConfig):
     _published = None  # the file it was read from, a `Published`; no field: no annotation
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_names(kwargs, type(self))
         super().__post_init__(**kwargs)
         for name, kind in PolicyConfig.__annotations__.items():
             if not name.endswith("_token_id"):
@@ -126,10 +127,11 @@ class PolicyConfig(PretrainedConfig):
             if name in linear:
                 check_field(f"linear_attn_config.{name}", linear[name], kind)
         listed = sorted([*linear["kda_layers"], *linear["full_attn_layers"]])
-        if listed != list(range(1, self.num_hidden_layers + 1)):
+        layers = self.num_hidden_layers
+        if len(listed) != layers or listed != list(range(1, layers + 1)):
             raise ValueError(
                 "config.json: linear_attn_config.kda_layers and full_attn_layers must name each "
-                f"layer 1..{self.num_hidden_layers} once, got {listed}"
+                f"layer 1..{layers} once, got {listed}"
             )
         if self.expert_fake_quant:
             self.check_packing("with expert_fake_quant=true")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Iterable
 from typing import Any
 
 # Whole numbers that may be 0; all others count something that must be there.
@@ -12,6 +14,19 @@ _MAY_BE_ZERO = (
     "num_nextn_predict_layers",
     "max_position_embeddings",
 )
+_LARGEST = 2**31 - 1  # sizes of tensors must be whole numbers of torch
+
+
+def check_names(names: Iterable[str], owner: type) -> None:
+    """ValueError for a field whose name ``owner`` has for what it computes itself."""
+    for name in names:
+        found = inspect.getattr_static(owner, name, "")
+        settable = isinstance(found, property) and found.fset is not None
+        computed = isinstance(found, property | classmethod | staticmethod) or callable(found)
+        if name == "gate_lower_bound":
+            raise ValueError(f"config.json: {name} belongs into linear_attn_config")
+        if name == "_published" or (computed and not settable):
+            raise ValueError(f"config.json: {name} is no field, but a name that is used here")
 
 
 def check_field(name: str, value: Any, kind: str) -> None:
@@ -19,7 +34,10 @@ def check_field(name: str, value: Any, kind: str) -> None:
     least = 0 if name in _MAY_BE_ZERO else 1
     fits, wanted = {
         "bool": (type(value) is bool, "true or false"),
-        "int": (type(value) is int and value >= least, f"a whole number of at least {least}"),
+        "int": (
+            type(value) is int and least <= value <= _LARGEST,
+            f"a whole number of at least {least} and below 2^31",
+        ),
         "float": (_is_number(value) and 0 < value < math.inf, "a positive number"),
         "bound": (_is_number(value) and -5 <= value < 0, "null or a number in [-5, 0)"),
         "str": (isinstance(value, str), "a text"),

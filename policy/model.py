@@ -25,7 +25,7 @@ from .moe import DenseMLP, LatentMoE
 from .packing import Packing
 from .routing import Routed
 from .state import DecodeState
-from .trainers import check_inputs, refuse, refuse_saving, shifted_loss
+from .trainers import check_inputs, check_ranges, refuse, refuse_saving, shifted_loss
 from .value import ValueHead
 from .vision import NO_TOWER, Projector, VisionTower, blank, placed, read_grids
 
@@ -262,6 +262,7 @@ class Policy(Routed, PreTrainedModel, GenerationMixin):
         """
         refuse(unused)
         check_inputs(input_ids, rows, targets, labels)
+        check_ranges(input_ids, rows, targets, labels, self.config.vocab_size)
         batch, length = input_ids.shape
         edges = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
         layout = read_layout(input_ids, edges, position_ids, attention_mask, state is not None)
@@ -377,6 +378,9 @@ class Policy(Routed, PreTrainedModel, GenerationMixin):
         from .checkpoint import save_policy
 
         refuse_saving(unused)
+        if not isinstance(state_dict, Mapping | None):
+            kind = type(state_dict).__name__
+            raise UserError(f"save_pretrained: state_dict is a {kind}, not tensors by name")
         save_policy(os.fspath(save_directory), self, export=export, weights=state_dict)
 
     @staticmethod

@@ -63,7 +63,7 @@ _OF_THE_FILE = (
     *(TEXT, VISION, QUANTISATION),
 )
 # Two names of one field: Kimi-Linear publishes the second.
-_POSITIONS = "rope_scaling"
+_POSITIONS, _ROPE = "rope_scaling", "rope_parameters"
 _CONTEXT, _CONTEXT_ALIAS = "max_position_embeddings", "model_max_length"
 
 
@@ -89,10 +89,29 @@ def text_fields(published: Fields) -> Fields:
         raise ValueError(
             f"config.json: {_POSITIONS} must be null: the policy has no positions to scale"
         )
+    if _scales(fields.get(_ROPE)):
+        raise ValueError(
+            f"config.json: {_ROPE}={fields[_ROPE]!r} must be null or of rope_type default: the "
+            "policy has no positions to scale"
+        )
+    labels = fields.get("id2label")
+    if not isinstance(labels, dict | None):
+        raise ValueError(f"config.json: id2label={labels!r} must be null or an object")
     fields.pop(QUANTISATION, None)  # weights are decoded
     if fields.get(_CONTEXT) is None and _CONTEXT_ALIAS in fields:
         fields[_CONTEXT] = fields[_CONTEXT_ALIAS]
     return fields
+
+
+def _scales(rope: Any) -> bool:
+    """Whether parameters of positions, perhaps by kind of layer, ask for more than the default."""
+    if rope is None:
+        return False
+    if not isinstance(rope, dict):
+        return True
+    inner = [value for value in rope.values() if isinstance(value, dict)]
+    kinds = [part.get("rope_type", part.get("type")) for part in (rope, *inner)]
+    return any(kind not in (None, "default") for kind in kinds)
 
 
 def stores_mxfp4(published: Fields) -> bool:
@@ -107,10 +126,10 @@ def stores_mxfp4(published: Fields) -> bool:
     kinds = [part.get("weights") or {} for part in parts if isinstance(part, dict)]
     if len(kinds) < len(parts) or not all(isinstance(weights, dict) for weights in kinds):
         raise ValueError(f"config.json: {QUANTISATION}.config_groups must hold objects")
-    formats = {part["format"] for part in [found, *parts] if part.get("format") is not None}
+    formats = {str(part["format"]) for part in [found, *parts] if part.get("format") is not None}
     if formats != {MXFP4}:
         raise ValueError(
-            f"config.json: {QUANTISATION}.format={sorted(map(str, formats))} is not supported, "
+            f"config.json: {QUANTISATION}.format={sorted(formats)} is not supported, "
             f"only {MXFP4}; convert the weights to bfloat16"
         )
     for weights in kinds:

@@ -122,7 +122,7 @@ def open_shard(path: Path, stack: ExitStack) -> tuple[list[StoredTensor], dict[s
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path}: damaged or truncated ({one_line(error)})") from None
-    notes = header.pop("__metadata__", {})
+    notes = header.pop("__metadata__", None) or {}
     tensors = [
         StoredTensor(
             file,
@@ -200,18 +200,30 @@ def read_mxfp4(packed: StoredTensor, scale: StoredTensor, place: Tensor) -> bool
     return finite
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are, where the tensor lies and without a copy of its size."""
+def is_finite(tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether all numbers are, in ``dtype`` if given, where the tensor lies and without a copy of
+    its size."""
     parts = tensor.detach().reshape(-1).split(CHUNK)
-    return all(bool(torch.isfinite(part).all()) for part in parts)
+    return all(bool(torch.isfinite(part.to(dtype or part.dtype)).all()) for part in parts)
 
 
-def check_finite(name: str, tensor: Tensor) -> None:
-    """UserError for a tensor that no checkpoint may hold."""
-    if tensor.is_floating_point() and not is_finite(tensor):
+def check_finite(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
+    """UserError for a tensor that no checkpoint may hold, where it is stored as ``dtype``."""
+    if not is_finite(tensor, dtype):
+        kind = "" if dtype in (None, tensor.dtype) else f" as {dtype}"
         raise UserError(
-            f"checkpoint: {name} is not finite, it cannot be saved; go on from an earlier one"
+            f"checkpoint: {name} is not finite{kind}, it cannot be saved; go on from an earlier one"
         )
+
+
+def check_storable(name: Any, tensor: Any) -> None:
+    """UserError for what is no tensor of floats with numbers in it, or has no name."""
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        kind = type(tensor).__name__
+        raise UserError(f"checkpoint: {name!r} is a {kind}; names of tensors need tensors")
+    if tensor.dtype not in FLOATS.values() or tensor.is_meta:
+        kind = "the meta device" if tensor.is_meta else f"dtype {tensor.dtype}"
+        raise UserError(f"checkpoint: {name} has {kind}, not floats that could be saved")
 
 
 def write_shard(
@@ -258,6 +270,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
     found = read_json(index).get("weight_map")
     placed: dict[str, str] = found if isinstance(found, dict) else {}
     names = list(placed.values())
-    if not names or not all(isinstance(f, str) and f and Path(f).name == f for f in names):
+    if not names or not all(isinstance(f, str) and _is_file_name(f) for f in names):
         raise UserError(f"{index}: weight_map does not name files of this folder")
     return placed
+
+
+def _is_file_name(text: str) -> bool:
+    return text.isprintable() and Path(text).name == text != "" and len(text.encode()) <= 255

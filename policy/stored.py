@@ -61,7 +61,7 @@ def stored_parts(
     names = [_prefixed(stored, config) for stored in file_names(name, tensor.shape)]
     if _FUSED.fullmatch(name):
         for stored, part in zip(names, tensor, strict=True):
-            check_finite(stored, part)
+            check_finite(stored, part, torch.float32 if export else part.dtype)
             if not export:
                 yield stored, part.cpu().contiguous()
                 continue
@@ -69,8 +69,9 @@ def stored_parts(
             yield stored + _PACKED, packed.cpu()
             yield stored + _SCALE, scale.cpu()
         return
-    check_finite(names[0], tensor)
-    if name.endswith(_THRESHOLD):
+    threshold = name.endswith(_THRESHOLD)
+    check_finite(names[0], tensor, torch.float32 if threshold else tensor.dtype)
+    if threshold:
         tensor = tensor.float()
     if name.endswith(".A_log"):
         shape = _a_log_shape(config, len(tensor))
@@ -218,11 +219,18 @@ def _check_gate(shards: Shards, config: PolicyConfig) -> None:
     say the bound."""
     decays = {n: s.shape for n, s in shards.tensors.items() if n.endswith(".A_log")}
     bound = config.gate_lower_bound
-    if bound is not None and decays and all(len(shape) == 4 for shape in decays.values()):
-        name, shape = next(iter(decays.items()))
+    unbounded = {name: shape for name, shape in decays.items() if len(shape) == 4}
+    if unbounded and bound is not None:
+        name, shape = next(iter(unbounded.items()))
         raise UserError(
             f"{shards.folder}: config.json says linear_attn_config.gate_lower_bound={bound:g}, "
             f"but {name} {list(shape)} is that of a softplus gate, which has no bound: null"
+        )
+    if unbounded and len(unbounded) < len(decays):
+        other = next(name for name in decays if name not in unbounded)
+        raise UserError(
+            f"{shards.folder}: config.json says linear_attn_config.gate_lower_bound=null for all "
+            f"layers, but only some A_log have four dimensions, unlike {other}"
         )
     for file, notes in shards.notes.items():
         said = notes.get(_BOUND_NOTE, _bound(config))

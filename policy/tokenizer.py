@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     if not file.is_file():
         raise UserError(f"{folder}: {_instead(folder)}")
     try:
-        backend = _backend(json.loads(file.read_text(encoding="utf-8")))
+        content = json.loads(file.read_text(encoding="utf-8"))
+        backend, added = _backend(content), [token["content"] for token in content["added_tokens"]]
     except Exception as error:  # tokenizers raises plain Exception for every malformed file
         raise UserError(f"{file}: not a tokenizer file ({one_line(error)})") from None
     missing = [token for token in SPECIAL_TOKENS if backend.token_to_id(token) is None]
@@ -63,6 +65,11 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
         )
     if missing:
         raise UserError(f"{file}: control tokens missing: {', '.join(missing)}")
+    ids = Counter(backend.token_to_id(token) for token in {*SPECIAL_TOKENS, *added})
+    index, count = ids.most_common(1)[0]
+    if count > 1:
+        same = sorted(t for t in {*SPECIAL_TOKENS, *added} if backend.token_to_id(t) == index)
+        raise UserError(f"{file}: control tokens of one id, {index}: {', '.join(same)}")
     return wrap(backend)
 
 

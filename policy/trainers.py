@@ -65,6 +65,32 @@ def check_inputs(
             )
 
 
+def check_ranges(
+    input_ids: torch.Tensor,
+    rows: torch.Tensor | None,
+    targets: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+) -> None:
+    """ValueError naming the argument with an index beyond what it counts. Only of tensors on a CPU:
+    on a GPU the host would have to wait."""
+    kept = None
+    if labels is not None and labels.device.type == "cpu":
+        kept = labels[labels != -100]
+    for name, indices, count in (
+        ("input_ids", input_ids, vocab_size),
+        ("rows", rows, input_ids.numel()),
+        ("targets", targets, vocab_size),
+        ("labels", kept, vocab_size),
+    ):
+        if indices is None or indices.device.type != "cpu" or not indices.numel():
+            continue
+        least, most = (int(end) for end in indices.aminmax())
+        if least < 0 or most >= count:
+            wrong = least if least < 0 else most
+            raise ValueError(f"{name} has {wrong}, expected 0 to {count - 1}")
+
+
 def shifted_loss(
     logits: torch.Tensor,
     labels: torch.Tensor,

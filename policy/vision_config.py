@@ -24,6 +24,7 @@ _ONLY: dict[str, Any] = {
     "mm_projector_type": "patchmergerv2",
     "projector_hidden_act": "gelu",
 }
+_LARGEST = 3.4e38  # of fp32, in which images are normalised
 _INTERPOLATIONS = ("bilinear", "bicubic")
 
 
@@ -124,10 +125,11 @@ class ImageRules:
         if not isinstance(found, Mapping):
             raise ValueError("preprocessor_config.json: media_proc_cfg must be an object")
         kernel = found.get("merge_kernel_size", vision.merge)
+        pair = [vision.merge] * 2
         same = {"patch_size": vision.patch_size, "merge_kernel_size": vision.merge}
         given = {
             "patch_size": found.get("patch_size", vision.patch_size),
-            "merge_kernel_size": kernel[0] if isinstance(kernel, list) and kernel else kernel,
+            "merge_kernel_size": kernel[0] if kernel in ([vision.merge], pair) else kernel,
         }
         for name, value in same.items():
             if given[name] != value:
@@ -145,7 +147,9 @@ class ImageRules:
         colours = [found.get(name, (0.5, 0.5, 0.5)) for name in ("image_mean", "image_std")]
         for name, values in zip(("image_mean", "image_std"), colours, strict=True):
             numbers = isinstance(values, list | tuple) and len(values) == 3
-            if not numbers or not all(type(v) in (int, float) for v in values):
+            if not numbers or not all(
+                type(v) in (int, float) and abs(v) <= _LARGEST for v in values
+            ):
                 raise _unfit(name, values, "three numbers")
         if min(colours[1]) <= 0:
             raise _unfit("image_std", colours[1], "positive")

@@ -69,7 +69,14 @@ def test_k3_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"cache +27,648 B  per token", out)
     assert re.search(r"sequence +27\.4. GiB  at 1,048,576 tokens", out)
     # 5.56 TB in bfloat16 on GPUs of 72 usable GiB
-    assert "the weights do not fit: serve_gpus=72 at least" in out
+    # beside a whole context of 27.4 GiB, and with room for exactly that
+    assert "the weights do not fit: serve_gpus=117 at least, with a sequence of 1,048,576" in out
+    assert re.search(r"largest batch +1  sequences", run(capsys, "k3", "serve_gpus=117"))
+    # room of 92 MiB, a state of 428
+    out = run(capsys, "k3", "serve_gpus=72", "context=1024")
+    assert "the weights fit, but not a sequence of 1,024 tokens beside them: serve_gpus=73" in out
+    out = run(capsys, "k3", "gpu_gib=20")
+    assert "a GPU holds no sequence of 1,048,576 tokens: lower context" in out
     out = run(capsys, "k3", "serve_gpus=128", "context=65536")
     assert re.search(r"largest batch +\d+  sequences of 65,536 tokens", out)
     # 3 x 4 bytes of 2.7795e12 parameters over 8 ranks, in GiB
@@ -133,6 +140,19 @@ def test_a_vision_tower_is_listed_apart(tmp_path: Path, capsys: pytest.CaptureFi
         ["learner,", "ZeRO", "3", "1.04", "GiB"],
     ]
     assert [line for line in seeing if line in alone] == alone
+
+
+def test_a_small_policy_is_counted_in_smaller_units(capsys: pytest.CaptureFixture[str]) -> None:
+    # 16 bytes of 292,956 parameters without ZeRO
+    out = run(capsys, "tiny")
+    assert "8 ranks; MiB on each" in out
+    assert re.search(r"\n  0 +1\.12 +1\.12 +2\.24 +4\.47 ", out)
+
+
+def test_only_the_policy_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan"])
+    assert capsys.readouterr().err.endswith("arguments are required: POLICY\n")
 
 
 @pytest.mark.parametrize(

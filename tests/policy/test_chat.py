@@ -21,7 +21,7 @@ from farhorizon.envs.base import Observation, Step
 from farhorizon.envs.expert import expert_messages
 from farhorizon.envs.messages import conversation, said, tool_results
 from farhorizon.envs.types import Action, Message, Task, ToolCall
-from farhorizon.policy.bpe import MEDIA_TOKENS, text_token_room
+from farhorizon.policy.bpe import MEDIA_TOKENS, Style, text_token_room
 from farhorizon.policy.chat import chat_style
 from farhorizon.policy.corpus import demonstration
 from farhorizon.policy.tokenizer import (
@@ -279,6 +279,15 @@ def test_the_brief_style_reads_what_it_writes() -> None:
     )
     with pytest.raises(ValueError, match="the brief chat format has no tool calls"):
         chat.render(Message("assistant", "", calls=(CALL,)))
+
+
+@pytest.mark.parametrize("style", ["brief", "full"])
+@pytest.mark.parametrize("token", [-1, 10**6, 2**32, 2**70])
+def test_numbers_that_are_no_ids_are_faults(style: Style, token: int) -> None:
+    chat = ChatFormat(train_tokenizer(TEXTS, 300), style=style)
+    assert any(f"token {token}" in fault for fault in chat.read([token]).faults)
+    with pytest.raises(ValueError):
+        chat.parse([token])
 
 
 def test_the_style_may_be_chosen() -> None:

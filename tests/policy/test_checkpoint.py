@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -125,8 +126,6 @@ def test_published_variants_load(folder: Path) -> None:
             tensor = tensors.pop(name)
             if name.endswith("0.self_attn.A_log"):
                 tensor = torch.cat([tensor, torch.zeros(30)])
-            elif name.endswith("A_log"):
-                tensor = tensor.view(1, 1, -1, 1)
             tensors["language_model." + name] = tensor
         tensors["vision_tower.patch_embed.weight"] = torch.zeros(1)
 
@@ -316,6 +315,23 @@ def test_saving_again_replaces_the_folder_and_leaves_nothing_behind(folder: Path
     loaded = load_checkpoint(folder)
     assert loaded.stage.tokens_seen == 2000
     assert torch.equal(loaded.policy.lm_head.weight, policy(1).lm_head.weight)
+    assert [entry.name for entry in folder.parent.iterdir()] == ["policy"]
+
+
+def test_a_link_to_a_checkpoint_stays_a_link(folder: Path) -> None:
+    link = folder.parent / "link"
+    link.symlink_to(folder.name)
+    assert save_checkpoint(link, policy(1), CONFIG, TOKENIZER, STAGE) == link
+    assert link.is_symlink()
+    assert torch.equal(load_checkpoint(folder).policy.lm_head.weight, policy(1).lm_head.weight)
+    assert {entry.name for entry in folder.parent.iterdir()} == {"policy", "link"}
+
+
+def test_the_current_folder_is_not_replaced(folder: Path) -> None:
+    before = (folder / "model.safetensors").read_bytes()
+    with contextlib.chdir(folder), pytest.raises(UserError, match="is the current folder"):
+        save_checkpoint(".", policy(1), CONFIG, TOKENIZER, STAGE)
+    assert (folder / "model.safetensors").read_bytes() == before
     assert [entry.name for entry in folder.parent.iterdir()] == ["policy"]
 
 

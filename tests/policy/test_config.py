@@ -246,6 +246,7 @@ def test_a_changed_field_is_written_where_it_belongs() -> None:
             r"quantization_config\.config_groups must hold objects",
         ),
         ({"quantization_config": []}, r"quantization_config\.?"),
+        ({"quantization_config": {"format": ["x"]}}, r"quantization_config\.format="),
         (
             {
                 "quantization_config": {
@@ -282,14 +283,48 @@ def test_a_file_of_something_else_is_refused(change: dict[str, Any], named: str)
         ("eos_token_id", 10**9),
         ("eos_token_id", [163586, 163840]),
         ("eos_token_id", -1),
+        ("num_hidden_layers", 10**9),
+        ("hidden_size", 10**30),
+        ("id2label", [1]),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4}),
+        ("rope_parameters", {"full_attention": {"rope_type": "yarn"}}),
+        ("gate_lower_bound", -5.0),
+        ("nested", True),
+        ("vision", {}),
+        ("media_token_id", 1),
+        ("a_log_shape", [2]),
+        ("situ_bounds", [1, 2]),
+        ("stores_mxfp4", True),
+        ("use_return_dict", True),
+        ("sub_configs", {}),
+        ("_published", 1),
+        ("is_mla", 1),
+        ("to_dict", 1),
+        ("check_packing", 1),
     ],
 )
 def test_what_would_be_another_policy_is_refused(field: str, value: Any) -> None:
-    named = "latent_moe_use_norm" if field == "routed_expert_hidden_size" else field
+    linear = "linear_attn_config"
+    named = {"routed_expert_hidden_size": "latent_moe_use_norm", "num_hidden_layers": linear}.get(
+        field, field
+    )
     for given in (K3 | {"text_config": K3_TEXT | {field: value}}, K3_TEXT | {field: value}):
         with pytest.raises(UserError, match=rf"^folder/config\.json: {named}\b") as found:
             parse_config(Path("folder/config.json"), given)
         assert "\n" not in str(found.value)
+
+
+def test_a_misplaced_bound_says_where_it_belongs() -> None:
+    with pytest.raises(UserError, match="gate_lower_bound belongs into linear_attn_config"):
+        parse_config(Path("config.json"), K3_TEXT | {"gate_lower_bound": -5.0})
+
+
+def test_positions_by_default_are_kept() -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    assert (
+        PolicyConfig.from_dict(K3_TEXT | {"rope_parameters": rope}).to_dict()["rope_parameters"]
+        == rope
+    )
 
 
 def test_several_ends_are_tokens() -> None:

@@ -324,11 +324,16 @@ def test_labels_give_the_shifted_token_mean(policy):
         ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]])}, "left padding"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens"),
         ({"cu_seqlens": torch.tensor([0, 5, 5, 8])}, "cu_seqlens"),
+        ({"input_ids": torch.tensor([[1, 10**6]])}, "input_ids has 1000000, expected 0 to"),
+        ({"input_ids": torch.tensor([[1, -1]])}, "input_ids has -1, expected 0 to"),
+        ({"labels": torch.tensor([[-100] * 7 + [10**6]])}, "labels has 1000000"),
+        ({"rows": torch.tensor([8]), "targets": torch.tensor([1])}, "rows has 8, expected 0 to 7"),
+        ({"rows": torch.tensor([1]), "targets": torch.tensor([-1])}, "targets has -1"),
     ],
 )
 def test_wrong_inputs_are_named(policy, arguments, named):
     with pytest.raises(ValueError, match=named):
-        policy(tokens(8), **arguments)
+        policy(**({"input_ids": tokens(8)} | arguments))
 
 
 def test_structure_follows_the_published_rules():

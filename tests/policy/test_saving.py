@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -139,6 +141,47 @@ def test_options_of_a_save_are_honoured_or_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tensors missing: lm_head\.weight"):
         policy.save_pretrained(tmp_path / "q", state_dict=zeros)
     assert not (tmp_path / "q").exists()
+
+
+HEAD, EXPERT = "lm_head.weight", "model.layers.1.block_sparse_moe.experts.w1"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (HEAD, lambda t: t.to(torch.uint8), r"lm_head\.weight has dtype torch\.uint8"),
+        (HEAD, lambda t: t.long(), r"lm_head\.weight has dtype torch\.int64"),
+        (HEAD, lambda t: t.to(torch.complex64), r"lm_head\.weight has dtype torch\.complex64"),
+        (HEAD, lambda t: t.to(torch.float8_e4m3fn), r"lm_head\.weight has dtype torch\.float8"),
+        (HEAD, lambda t: t.to("meta"), r"lm_head\.weight has the meta device"),
+        (HEAD, lambda t: t.numpy(), r"'lm_head\.weight' is a ndarray"),
+        (BIAS, lambda t: t.double() + 1e300, "correction_bias is not finite as torch.float32"),
+        (EXPERT, lambda t: t.double() + 1e300, r"w1\.weight is not finite as torch\.float32"),
+    ],
+)
+def test_what_no_file_can_hold_replaces_nothing(
+    tmp_path: Path, name: str, change: Callable[[torch.Tensor], Any], message: str
+) -> None:
+    policy = made()
+    policy.save_pretrained(tmp_path / "p")
+    before = contents(tmp_path / "p")
+    wrong = policy.state_dict() | {name: change(policy.state_dict()[name])}
+    with pytest.raises(UserError, match=message) as found:
+        policy.save_pretrained(tmp_path / "p", state_dict=wrong, export=name == EXPERT)
+    assert "\n" not in str(found.value) and contents(tmp_path / "p") == before
+
+
+def test_a_place_that_is_none_is_named(tmp_path: Path) -> None:
+    policy, listed = made(), cast(Any, [1])
+    with pytest.raises(UserError, match="state_dict is a list"):
+        policy.save_pretrained(tmp_path / "p", state_dict=listed)
+    with contextlib.chdir(tmp_path), pytest.raises(UserError, match="is empty"):
+        policy.save_pretrained("")
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/p", "file/p/q"):
+        with pytest.raises(UserError, match=r"/file:? is no folder"):
+            policy.save_pretrained(tmp_path / place)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -270,6 +270,10 @@ def test_a_softplus_gate_is_not_read_as_a_bounded_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"linear_attn_config\.gate_lower_bound=-5.*A_log") as found:
         load_policy(write(tmp_path / "a", bounded, files))
     assert "\n" not in str(found.value)
+    mixed = files | {A_LOG.removeprefix(P): files[A_LOG.removeprefix(P)].view(-1)}
+    for config in (bounded, LINEAR):
+        with pytest.raises(UserError, match=r"linear_attn_config\.gate_lower_bound=.*A_log"):
+            load_policy(write(tmp_path / "mixed", config, mixed))
     text = {k: v for k, v in TEXT.items() if k != "linear_attn_config"}
     text["linear_attn_config"] = {
         k: v for k, v in TEXT["linear_attn_config"].items() if k != "gate_lower_bound"
@@ -330,6 +334,16 @@ def test_a_config_that_contradicts_its_experts_is_named(tmp_path: Path) -> None:
         load_policy(write(tmp_path / "c", LINEAR, published(LINEAR) | tower))
 
 
+def test_a_header_may_have_no_notes(tmp_path: Path) -> None:
+    folder = write(tmp_path / "p", LINEAR, published(LINEAR))
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8 : 8 + length]) | {"__metadata__": None}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    assert same(load_policy(folder).lm_head.weight.detach(), published(LINEAR)["lm_head.weight"])
+
+
 def test_an_index_must_be_right(tmp_path: Path) -> None:
     files = published(LINEAR)
     names = sorted(files)
@@ -345,6 +359,7 @@ def test_an_index_must_be_right(tmp_path: Path) -> None:
         ({names[0]: "b.safetensors"}, f"missing in the shards: {names[0]}"),
         ({names[0]: "c.safetensors"}, "files missing: c.safetensors"),
         ({names[0]: 3}, "does not name files of this folder"),
+        ({names[0]: "c" * 300}, "does not name files of this folder"),
     ):
         index.write_text(json.dumps({"weight_map": placed | wrong}))
         with pytest.raises(UserError, match=message):

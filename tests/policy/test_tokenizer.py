@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -145,6 +147,19 @@ def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="not a tokenizer file"):
         load_tokenizer(tmp_path)
+
+
+def test_control_tokens_of_one_id_are_refused(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    first, second = content["added_tokens"][:2]
+    content["model"]["vocab"].pop(second["content"], None)
+    second["id"] = first["id"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"control tokens of one id, {first['id']}: ") as found:
+        load_tokenizer(tmp_path)
+    assert first["content"] in str(found.value) and second["content"] in str(found.value)
 
 
 def test_frequent_words_are_pieces_by_count() -> None:

@@ -493,6 +493,10 @@ def test_towers_that_are_not_whole_are_refused(folder: Path, tmp_path: Path) -> 
         ({"in_patch_limit": 0}, "media_proc_cfg.in_patch_limit=0 must be a whole number"),
         ({"fixed_output_tokens": 4}, "media_proc_cfg.fixed_output_tokens=4 must be null"),
         ({"image_std": [1, 1]}, r"media_proc_cfg.image_std=\[1, 1\] must be three numbers"),
+        ({"image_std": [1, float("nan"), 1]}, "media_proc_cfg.image_std=.* must be three numbers"),
+        ({"image_mean": [float("inf"), 0, 0]}, "media_proc_cfg.image_mean=.* three numbers"),
+        ({"image_mean": [10**400, 0, 0]}, "media_proc_cfg.image_mean=.* three numbers"),
+        ({"merge_kernel_size": [2, 3]}, r"media_proc_cfg.merge_kernel_size=\[2, 3\] must be 2"),
         ({"image_std": [1, 0, 1]}, r"media_proc_cfg.image_std=\[1, 0, 1\] must be positive"),
     ],
 )

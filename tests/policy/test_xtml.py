@@ -344,3 +344,9 @@ def test_any_sequence_of_pieces_is_read_without_an_error() -> None:
 def test_fields_of_other_roles_are_refused(fields: dict) -> None:
     with pytest.raises(ValueError):
         Message(content="", **fields)
+
+
+@pytest.mark.parametrize("content", [None, 3, b"x"])
+def test_a_content_that_is_no_text_is_refused(content: Any) -> None:
+    with pytest.raises(TypeError, match=r"content, .* are strings"):
+        Message("user", content)
