@@ -69,7 +69,8 @@ def main() -> None:
         x, experts, weights, pull = tokens[RANK]
         leaves = [t.detach().clone().requires_grad_() for t in (x, weights)]
         parts = [m[half].clone().requires_grad_() for m in matrices]
-        out = spread_experts(leaves[0], *parts, experts, leaves[1], SITU, dist.group.WORLD)
+        w1, w2, w3 = parts
+        out = spread_experts(leaves[0], w1, w2, w3, experts, leaves[1], SITU, dist.group.WORLD)
         grads = torch.autograd.grad(out, [*leaves, *parts], pull)
         for a, b in zip([out.detach(), *grads], truth(tokens, matrices), strict=True):
             error = float((a.double() - b).norm()) / max(float(b.norm()), 1e-9)
