@@ -299,8 +299,6 @@ def checked_messages(value: Any) -> tuple[Message, ...]:
             raise TypeError(f"environments return Message objects, got {type(message).__name__}")
         if message.role not in _ROLES:
             raise ValueError(f"message role {message.role!r} is none of {', '.join(_ROLES)}")
-        if not isinstance(message.content, str):
-            raise TypeError(f"message content must be str, got {type(message.content).__name__}")
         message.content.encode()  # lone surrogates have no UTF-8
     return messages
 

@@ -280,24 +280,24 @@ def test_replies_that_are_no_messages_are_a_fault() -> None:
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (Message("tool", 7), "TypeError: message content must be str, got int"),  # type: ignore[arg-type]
-        (Message("owner", "go"), "ValueError: message role 'owner' is none of system, user"),  # type: ignore[arg-type]
-        (Message("tool", "\ud800"), "UnicodeEncodeError: 'utf-8' codec can't encode"),
+        (("tool", 7), "TypeError: content, name, type, tool and thinking of a message are strings"),
+        (("owner", "go"), "ValueError: message role 'owner' is none of system, user"),
+        (("tool", "\ud800"), "UnicodeEncodeError: 'utf-8' codec can't encode"),
     ],
 )
 @pytest.mark.parametrize("opening", [True, False])
 def test_messages_that_cannot_be_rendered_are_a_fault(
-    message: Message, text: str, opening: bool
+    message: tuple[Any, Any], text: str, opening: bool
 ) -> None:
     """C21."""
 
     class Wrong(ScriptedEnv):
         def reset(self, **kwargs: Any) -> Any:
             good, info = super().reset(**kwargs)
-            return ((message,) if opening else good), info
+            return ((Message(*message),) if opening else good), info
 
         def step(self, action: str) -> Any:
-            return (message,), 0.0, False, False, {}
+            return (Message(*message),), 0.0, False, False, {}
 
     (one,), stats, _ = play([[HE, 0]], Wrong)
     assert one.error is not None and one.error.startswith(text)
