@@ -71,11 +71,19 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-5])
 @pytest.mark.parametrize(("tokens", "count", "k", "width", "inner", "bounds"), SHAPES)
 def test_the_kernels_equal_the_definition(
-    tokens: int, count: int, k: int, width: int, inner: int, bounds: tuple[float, float] | None
+    tokens: int,
+    count: int,
+    k: int,
+    width: int,
+    inner: int,
+    bounds: tuple[float, float] | None,
+    scale: float,
 ) -> None:
-    x = torch.randn(tokens, width)
+    """With small inputs too, where the activation must not cancel."""
+    x = torch.randn(tokens, width) * scale
     w1, w3 = (torch.randn(count, inner, width) / width**0.5 for _ in "13")
     w2 = torch.randn(count, width, inner) / inner**0.5
     given = [x, w1, w2, w3, torch.rand(tokens, k)]
