@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.utils import deterministic
 
 from ..configs.errors import RunFailed, UserError
 from ..configs.schema import LearnerConfig
@@ -46,11 +48,10 @@ def same_bits(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    from torch.utils import deterministic
-
-    before = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
+    memory: Any = deterministic  # a module whose attributes are made by its class
+    before = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+    memory.fill_uninitialized_memory = False  # nothing here reads what it has not written
     try:
         yield
     except RuntimeError as error:
@@ -60,4 +61,4 @@ def same_bits(wanted: bool) -> Iterator[None]:
         raise RunFailed(f"learner.deterministic: {name}{REFUSED}; leave it out") from error
     finally:
         torch.set_deterministic_debug_mode(before[0])
-        deterministic.fill_uninitialized_memory = before[1]
+        memory.fill_uninitialized_memory = before[1]

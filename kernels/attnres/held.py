@@ -11,8 +11,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 
-def holders(gradients: tuple[torch.Tensor | None, ...]) -> list[tuple[int, int]]:
-    """References to each of a backward's arguments, in Python and in C++."""
+def holders(gradients: tuple[Any, ...]) -> list[tuple[int, int]]:
+    """References to each of a backward's arguments, tensors or None, in Python and in C++."""
     return [(0, 0) if d is None else (sys.getrefcount(d), d._use_count()) for d in gradients]
 
 

@@ -130,11 +130,12 @@ def test_all_tokens_on_one_expert(strided: bool) -> None:
     pull = torch.ones(1, 1).expand(40, 24)
     wide = [one.double().requires_grad_() for one in given]
     leaves = [one.to(DEVICE).requires_grad_() for one in given]
-    truth = naive_experts(*wide[:4], experts, wide[4], (4.0, 25.0))
-    parts = [torch.stack([t, -t], -1)[..., 0] if strided else t for t in leaves]
-    assert strided is not parts[1].is_contiguous()
+    a, b, c, d, scales = wide
+    truth = naive_experts(a, b, c, d, experts, scales, (4.0, 25.0))
+    x, w1, w2, w3, weights = (torch.stack([t, -t], -1)[..., 0] if strided else t for t in leaves)
+    assert strided is not w1.is_contiguous()
     routes = experts.to(DEVICE).repeat(1, 2)[:, :1] if strided else experts.to(DEVICE)
-    found = GroupedExperts.apply(*parts[:4], routes, parts[4], (4.0, 25.0), True)
+    found = GroupedExperts.apply(x, w1, w2, w3, routes, weights, (4.0, 25.0), True)
     truths = [truth, *torch.autograd.grad(truth, wide, pull.double())]
     results = [found, *torch.autograd.grad(found, leaves, pull.to(DEVICE))]
     close = 1e-2 if GPU else 1e-5

@@ -246,11 +246,12 @@ def test_odd_routes_and_strided_inputs(case: str, dense: bool | None):
     x, w1, w2, w3, weights = leaves = drawn(9, 4, experts)
     results = []
     for form in (naive_experts, partial(grouped_experts, dense=dense)):
-        given = (x, w1, w2, w3)
+        given = [x, w1, w2, w3]
         if case == "strided" and form is not naive_experts:
-            given = tuple(torch.stack([t, -t], -1)[..., 0] for t in given)
+            given = [torch.stack([t, -t], -1)[..., 0] for t in given]
             assert not any(t.is_contiguous() for t in (*given, experts))
-        out = form(*given, experts, weights, (4.0, 25.0))
+        a, b, c, d = given
+        out = form(a, b, c, d, experts, weights, (4.0, 25.0))
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-11, rtol=1e-10)
@@ -262,8 +263,8 @@ def test_odd_routes_and_strided_inputs(case: str, dense: bool | None):
 @pytest.mark.parametrize("dense", [None, False, True])
 def test_no_token_gives_experts_gradients_of_zero(dense: bool | None):
     experts = torch.zeros(0, 2, dtype=torch.long)
-    leaves = drawn(0, 4, experts)
-    out = grouped_experts(*leaves[:4], experts, leaves[4], (4.0, 25.0), dense)
+    x, w1, w2, w3, weights = leaves = drawn(0, 4, experts)
+    out = grouped_experts(x, w1, w2, w3, experts, weights, (4.0, 25.0), dense)
     grads = torch.autograd.grad(out.sum(), leaves)
     assert out.shape == (0, 6) and not any(bool(grad.any()) for grad in grads)
 
@@ -273,11 +274,11 @@ def test_a_router_whose_tokens_all_take_every_expert(tokens: int):
     """The threshold has nothing to decide: its mean is taken out, and that is all."""
     bias = torch.tensor([0.5, 0.0, 0.25, 0.25])
     counts = Counts(torch.zeros(4, dtype=torch.long), QuantileHistogram(bias, 4))
-    leaves = [torch.randn(tokens, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)]
-    experts, weights = router(*leaves, bias, 4, counts=counts)
+    x, weight = (torch.randn(n, 3, requires_grad=True) for n in (tokens, 4))
+    experts, weights = router(x, weight, bias, 4, counts=counts)
     assert experts.sort(1).values.tolist() == [[0, 1, 2, 3]] * tokens
     torch.testing.assert_close(weights.sum(1), torch.ones(tokens))
-    grads = torch.autograd.grad(weights.square().sum(), leaves)
+    grads = torch.autograd.grad(weights.square().sum(), [x, weight])
     assert all(bool(grad.isfinite().all()) for grad in grads)
     assert counts.load.tolist() == [tokens] * 4
     if tokens:

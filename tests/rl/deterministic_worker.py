@@ -58,7 +58,9 @@ def weights(algorithm: str, checkpointing: str) -> str:
         lr=1e-3,
         checkpointing=cast(Any, checkpointing),
     )
-    own = Learner(policy().cuda(), config, temperature=1.0)
+    module = policy()
+    module.to(torch.device("cuda"))  # type: ignore[arg-type] - Module.to
+    own = Learner(module, config, temperature=1.0)
     loss = make_algorithm(AlgorithmConfig(name=cast(Any, algorithm))).loss
     for step in range(STEPS):
         result = own.update(shares(samples(step), 1, 20_000), loss)
