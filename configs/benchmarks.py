@@ -110,6 +110,7 @@ class DecodeBenchConfig:
     sequences: tuple[int, ...] = (256,)  # that a step reads one token of each
     context: int = 4096  # tokens that each sequence has
     peers: tuple[str, ...] = ()  # vllm, on the same weights: it takes some minutes
+    eager: bool = False  # vllm without CUDA graphs, not with them
     repeats: int = 30  # steps behind each median
     seed: int = 0
     output: str | None = None  # file that gets a JSON line for each number of sequences

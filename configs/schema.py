@@ -125,6 +125,7 @@ class LearnerConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 = torch autocast, fp32 masters
     micro_batch_tokens: int = 8192
     checkpointing: Literal["none", "layers"] = "none"  # layers: backward computes them again
+    deterministic: bool = False  # the same bits whenever a step runs again, at the cost of time
     minibatches: int = 1  # optimizer steps per rollout batch
     replay: Literal["off", "rollout", "learner"] = "off"  # whose choice of experts it learns with
     thresholds: Literal["freeze", "track", "ema"] = "track"  # of routers: what steps make of them

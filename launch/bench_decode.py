@@ -27,7 +27,6 @@ from ..policy.memory import lack
 from ..rollout.vllm import DecodeEngine
 from .decode_measure import Timed, check_steps, time_steps
 from .decode_peers import (
-    MODES,
     STEPS,
     PeerTimed,
     beside,
@@ -48,6 +47,8 @@ def bench_decode(config: DecodeBenchConfig) -> int:
     check_peers(config.peers)
     if not config.sequences:
         raise UserError("sequences: name at least one number of them")
+    if config.eager and not config.peers:
+        raise UserError("eager=true is how vllm runs: set peers=[vllm], or leave it out")
     for sequences in config.sequences if config.peers else ():
         prompt_length(sequences, config.context)
     if not torch.cuda.is_available():
@@ -107,7 +108,7 @@ def run_peer(
     folder: str,
     take: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """vLLM on the checkpoint in ``folder``, in each of its modes, in turns with ours."""
+    """vLLM on the checkpoint in ``folder``, with CUDA graphs or eager, in turns with ours."""
     length = prompt_length(sequences, config.context)
     prompts = draw_prompts(policy.config.vocab_size, sequences, length, config.seed)
     most = few_tokens(sequences, config.context) + STEPS
@@ -118,16 +119,11 @@ def run_peer(
         meter.free()
         return timed.with_host
 
-    every: list[PeerTimed] = []
-    for mode in MODES:
-        with beside(partial(DecodeEngine, folder, prompts, most, mode == "eager")) as engine:
-            for found in compare(engine, policy, prompts, config.context, mode, ours):
-                print(peer_line(found, sequences), flush=True)
-                take({"peer": "vllm", "sequences": sequences, **asdict(found)})
-                every.append(found)
-    for logprobs in (True, False):
-        best = min((f for f in every if f.logprobs == logprobs), key=lambda f: f.milliseconds)
-        print(f"farhorizon has {ratio(best):.2f} times the tokens a second of vllm, {way(best)}")
+    mode = "eager" if config.eager else "graphs"  # CUDA graphs
+    with beside(partial(DecodeEngine, folder, prompts, most, config.eager)) as engine:
+        for found in compare(engine, policy, prompts, config.context, mode, ours):
+            print(peer_line(found, sequences), flush=True)
+            take({"peer": "vllm", "sequences": sequences, **asdict(found)})
 
 
 def way(found: PeerTimed) -> str:

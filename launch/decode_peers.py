@@ -27,7 +27,6 @@ from ..rollout.vllm import TIMED_BATCHED_TOKENS, Decoded
 from .parity import score
 
 PEERS = ("vllm",)
-MODES = ("graphs", "eager")  # with CUDA graphs, and without
 STEPS, ROUNDS = 384, 2
 ALLOWED_LOGPROBS = 0.02  # nats, the mean over sampled tokens
 LEAVE_SECONDS = 60.0

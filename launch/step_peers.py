@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..configs.errors import UserError
+from ..configs.errors import RunFailed, UserError, last_line
 from ..policy import PolicyConfig
 from .step_measure import Batch
 
 KIMI_LINEAR = "kimi_linear"
 PEERS = (KIMI_LINEAR,)
 LOWER_BOUND = -5.0  # of the logarithm of a decay
+ATTENTION = {  # of torch, which their layers call; its own choice need not be the fastest
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 # Heads as of the published Kimi Linear, for which their kernels need not be tuned anew everywhere.
 SHARED_SIZES = {
     "hidden_size": 2048,
@@ -159,6 +165,25 @@ def bounded_decay(model: Any) -> Iterator[None]:
         modeling.chunk_kimi_delta_attention = own
         for gate in gates:
             del gate.forward
+
+
+def attention_times(time: Callable[[], float]) -> dict[str, float]:
+    """What ``time`` gives, which calls torch's attention, with each of `ATTENTION` that has kernels
+    and memory for it. RunFailed, or what it lacked of memory, where none has."""
+    times: dict[str, float] = {}
+    last: RuntimeError | None = None
+    for name, backend in ATTENTION.items():
+        try:
+            with sdpa_kernel(backend):
+                times[name] = time()
+        except RuntimeError as error:  # which torch raises for both
+            print(f"{KIMI_LINEAR} without {name} attention: {last_line(error)}", flush=True)
+            last = error
+    if isinstance(last, torch.OutOfMemoryError) and not times:
+        raise last
+    if not times:
+        raise RunFailed(f"{KIMI_LINEAR}: no attention of torch ({', '.join(ATTENTION)}) runs here")
+    return times
 
 
 class KimiSide:

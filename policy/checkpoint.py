@@ -115,10 +115,15 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: str | Path, dtype: torch.dtype = torch.float32, *, vision: bool = False
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    vision: bool = False,
+    part: tuple[int, int] = (0, 1),
 ) -> Checkpoint:
     """Read a checkpoint folder; parameters get ``dtype``, thresholds are fp32, and the gates and
-    convolutions that are published in fp32 are never made narrower. ``vision`` as in `load_policy`.
+    convolutions that are published in fp32 are never made narrower. ``vision`` and ``part`` as in
+    `load_policy`.
 
     Raises `UserError` in one line for whatever is missing, unknown, torn or of the wrong shape.
     """
@@ -135,14 +140,20 @@ def load_checkpoint(
         )
     if vision:
         _check_placeholder(folder, tokenizer, config)
-    return Checkpoint(load_policy(folder, dtype, vision=vision), tokenizer, stage)
+    policy = load_policy(folder, dtype, vision=vision, part=part)
+    return Checkpoint(policy, tokenizer, stage)
 
 
 def load_policy(
-    folder: str | Path, dtype: torch.dtype | None = None, *, vision: bool = False
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    vision: bool = False,
+    part: tuple[int, int] = (0, 1),
 ) -> Policy:
     """Only the policy of a folder, where ``dtype`` is None with the bits of its files; errors as
-    `load_checkpoint`. Experts that are stored as MXFP4 are bfloat16 then, which holds them.
+    `load_checkpoint`. Experts that are stored as MXFP4 are bfloat16 then, which holds them. Of each
+    layer's experts only those of a ``part`` are read, number r of n equal ones, if n divides them.
 
     The vision tower is built only with ``vision``. Otherwise its names, shapes and dtypes are
     checked, and its tensors stay in their files, which the policy's configuration keeps open: a
@@ -159,7 +170,7 @@ def load_policy(
         except (ValueError, RuntimeError) as error:  # the latter: sizes whose product torch has not
             message = one_line(error).removeprefix("config.json: ")
             raise UserError(f"{folder / 'config.json'}: {message}") from None
-    policy.load_state_dict(read_weights(folder, policy, dtype), assign=True)
+    policy.load_state_dict(read_weights(folder, policy, dtype, part), assign=True)
     policy.v_head = read_value_head(folder, policy.config.hidden_size)
     return policy.eval()
 

@@ -151,14 +151,22 @@ def max_over_mean(load: torch.Tensor) -> torch.Tensor:
 
 class Experts(nn.Module):
     """Weights of all routed experts: ``w1, w3 [E, I, D]`` (gate, up), ``w2 [E, D, I]`` (down); of
-    some, where a ``group`` of ranks holds the others."""
+    some of the ``count``, where a ``group`` of ranks holds the others."""
 
     def __init__(self, num_experts: int, width: int, inner: int) -> None:
         super().__init__()
+        self.count, self.part = num_experts, (0, 1)
         self.w1 = nn.Parameter(torch.empty(num_experts, inner, width))
         self.w2 = nn.Parameter(torch.empty(num_experts, width, inner))
         self.w3 = nn.Parameter(torch.empty(num_experts, inner, width))
         self.group: Any = None
+
+    def keep(self, part: tuple[int, int]) -> None:
+        """Of all experts hold a ``part``, the one of this number among so many equal ones."""
+        self.part = part
+        for name, weight in [*self.named_parameters()]:
+            own = weight.detach().chunk(part[1])[part[0]].clone()
+            setattr(self, name, nn.Parameter(own, weight.requires_grad))
 
 
 class LatentMoE(nn.Module):

@@ -20,6 +20,7 @@ from ..kernels.moe import mxfp4_encode
 from .carried import TOWER, CarriedTower, has_tower
 from .config import PolicyConfig
 from .model import Policy
+from .moe import Experts
 from .records import listed
 from .shards import (
     FLOATS,
@@ -85,11 +86,14 @@ def file_notes(config: PolicyConfig) -> dict[str, str]:
     return {_BOUND_NOTE: _bound(config)}
 
 
-def read_weights(folder: Path, policy: Policy, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def read_weights(
+    folder: Path, policy: Policy, dtype: torch.dtype | None, part: tuple[int, int]
+) -> dict[str, Tensor]:
     """A state dict for ``policy``, filled piece by piece from the files of ``folder``.
 
     Parameters get ``dtype``, or keep that of the files if it is None; thresholds are fp32, and
-    those parameters that are fp32 in the files are never made narrower.
+    those parameters that are fp32 in the files are never made narrower. Of experts the ``part`` is
+    read that the policy then keeps, as `load_policy` has it.
     """
     weights: dict[str, Tensor] = {}
     config = policy.config
@@ -97,27 +101,37 @@ def read_weights(folder: Path, policy: Policy, dtype: torch.dtype | None) -> dic
         expected = policy.state_dict()
         names = {name: file_names(name, tensor.shape) for name, tensor in expected.items()}
         _check(shards, expected, names, config)
+        _keep(policy, part)
         infinite: list[str] = []
-        for name, parts in names.items():
+        for name, tensor in policy.state_dict().items():
             fused = _FUSED.fullmatch(name) is not None
-            kind = _dtype(name, parts, shards, dtype)
-            target = torch.empty(expected[name].shape, dtype=kind)
-            for part, place in zip(parts, target if fused else [target], strict=True):
+            kind = _dtype(name, names[name], shards, dtype)
+            target, stored = torch.empty(tensor.shape, dtype=kind), names[name]
+            if fused and len(tensor) < len(stored):
+                stored = stored[part[0] * len(tensor) :][: len(tensor)]
+            for one, place in zip(stored, target if fused else [target], strict=True):
                 if fused and config.stores_mxfp4:
-                    packed, scale = (shards.tensors[part + end] for end in (_PACKED, _SCALE))
+                    packed, scale = (shards.tensors[one + end] for end in (_PACKED, _SCALE))
                     finite = read_mxfp4(packed, scale, place)
                 elif name.endswith(".A_log"):
-                    finite = _read_a_log(shards.tensors[part], place)
+                    finite = _read_a_log(shards.tensors[one], place)
                 else:
-                    finite = read_floats(shards.tensors[part], place)
+                    finite = read_floats(shards.tensors[one], place)
                 if not finite:
-                    infinite.append(part)
+                    infinite.append(one)
             weights[name] = target
         if infinite:
             raise UserError(f"{folder}: tensors that are not finite: {listed(infinite, LISTED)}")
         _remember_a_log(shards, names, config)
         config.carry_tower(None if has_tower(names) else CarriedTower.of(shards))
     return weights
+
+
+def _keep(policy: Policy, part: tuple[int, int]) -> None:
+    """Let the policy, which is on the meta device, keep a part of the experts of each layer."""
+    for module in policy.modules():
+        if isinstance(module, Experts) and part[1] > 1 and module.count % part[1] == 0:
+            module.keep(part)
 
 
 def _check(

@@ -75,7 +75,8 @@ class LearnerActor:
         """
         device = "cuda" if self.config.gpus > 0 else "cpu"
         join(self.rank, self.config.ranks, rendezvous, device)
-        loaded = load_checkpoint(checkpoint, vision=vision)
+        among = self.config.expert_parallel  # consecutive ranks
+        loaded = load_checkpoint(checkpoint, vision=vision, part=(self.rank % among, among))
         self.tokenizer: PreTrainedTokenizerFast = loaded.tokenizer
         self.policy_config: PolicyConfig = loaded.policy.config
         if critic and loaded.policy.v_head is None:

@@ -2,7 +2,8 @@
 
 Experts of every layer are divided over ``learner.expert_parallel`` consecutive ranks. Their
 gradients then are sums over the tokens of these ranks, and are summed over the ranks that hold the
-same experts; all other parameters are on every rank. Outside of the engine, experts are whole.
+same experts; all other parameters are on every rank. What leaves the engine has whole experts; what
+comes in may have this rank's alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from ..policy.moe import Experts
 
 def check_divided(policy: nn.Module, number: int) -> None:
     """UserError for a ``learner.expert_parallel`` that the experts of the policy do not allow."""
-    counts = {len(part.w1) for part in policy.modules() if isinstance(part, Experts)}
+    experts = [part for part in policy.modules() if isinstance(part, Experts)]
+    assert all(part.part[1] in (1, number) for part in experts), "loaded for other ranks"
+    counts = {part.count for part in experts}
     if number > 1 and not counts:
         raise UserError(
             f"learner.expert_parallel={number} would have no effect: the policy has no experts; "
@@ -31,6 +34,17 @@ def check_divided(policy: nn.Module, number: int) -> None:
             raise UserError(
                 f"learner.expert_parallel={number} must divide the policy's {count} experts"
             )
+
+
+def whole_shapes(policy: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the policy, with the shapes of all experts where only some are here."""
+    state = dict(policy.state_dict())
+    for name, part in policy.named_modules():
+        if isinstance(part, Experts) and part.part != (0, 1):
+            for own, weight in part.named_parameters():
+                shape = (part.count, *weight.shape[1:])
+                state[f"{name}.{own}"] = weight.detach().new_empty(shape, device="meta")
+    return state
 
 
 class Divided:
@@ -46,11 +60,12 @@ class Divided:
             if not isinstance(part, Experts):
                 continue
             part.group = group
-            for own, weight in part.named_parameters():
+            if part.part == (0, 1):
+                part.keep((self._rank, self._ranks))
+            assert part.part == (self._rank, self._ranks), "loaded for another rank"
+            for own, kept in part.named_parameters():
                 self.names.add(f"{name}.{own}")
-                kept = nn.Parameter(self._own(weight.detach()).clone(), weight.requires_grad)
                 kept.allreduce, kept.group_name = False, group_name  # type: ignore[attr-defined]
-                setattr(part, own, kept)
 
     def own(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a whole tensor, perhaps of moments, of a parameter."""

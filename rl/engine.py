@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ..configs.schema import LearnerConfig
 from ..policy.weights import WeightManifest
 from .collective import all_reduce
-from .divided import Divided, check_divided
+from .divided import Divided, check_divided, whole_shapes
 from .gradients import grad_norm, part_norms, parts_of
 from .optimizer import (
     lay_out,
@@ -122,7 +122,7 @@ class Engine:
         self.lr = config.lr
         self.applied_steps = 0
         # The names are taken before ZeRO 3 replaces the tensors by shards.
-        self.manifest = WeightManifest.of(policy.state_dict())
+        self.manifest = WeightManifest.of(whole_shapes(policy))
         check_divided(policy, config.expert_parallel)
         group_name = f"ep_size_{config.expert_parallel}"  # as DeepSpeed calls it
         self._divided = Divided(policy, self._expert_group(group_name), group_name)

@@ -26,6 +26,7 @@ from ..policy.routing import Routes
 from ..policy.thresholds import ThresholdRule, make_rule
 from .algorithms import LossFunction
 from .critic import Critic, Judged, judge, whiten_over_ranks, with_values
+from .deterministic import prepare, same_bits
 from .diagnostics import StepMetrics, Tally, loads, over_steps, stacked, tally
 from .engine import Engine
 from .memory import enough_memory
@@ -74,6 +75,7 @@ class Learner:
         teachers: Teachers | None = None,
         replay: Replay | None = None,
     ) -> None:
+        prepare(config)
         self.reference, self.teachers = reference, teachers
         self.engine = Engine(policy, config)
         self.policy: _Policy = policy  # type: ignore[assignment]
@@ -111,17 +113,18 @@ class Learner:
         """
         taken: list[StepMetrics] = []
         bad_tensor: str | None = None
+        same = self.config.deterministic
         before: Sequence[Sequence[Before | None]]
         # With a single step the forward that learns gives the log-probs itself.
         proximal = (decoupled and len(steps) > 1) or self.replay.wants_pass_before(len(steps))
         others = self.reference is not None or self.teachers is not None
         if critic is not None or others or proximal:
-            with enough_memory(self.engine.policy, steps, self.config):
+            with same_bits(same), enough_memory(self.engine.policy, steps, self.config):
                 before = self._before(steps, critic, proximal)
         else:
             before = [[None] * len(share.micro_batches) for share in steps]
         for share, known in zip(steps, before, strict=True):
-            with enough_memory(self.engine.policy, [share], self.config):
+            with same_bits(same), enough_memory(self.engine.policy, [share], self.config):
                 step, bad = self._optimizer_step(share, loss, known, critic)
             taken.append(step)
             bad_tensor = bad_tensor or bad

@@ -28,9 +28,8 @@ def enough_memory(
         several = any(
             len(batch.cu_seqlens) > 2 for batch in batches if len(batch.input_ids) == tokens
         )
-        own = (len(part.w1) for part in policy.modules() if isinstance(part, Experts))
-        experts = next(own, 0) * config.expert_parallel
-        ways = "; ".join(ways_out(tokens, several, config, experts))
+        experts = (part.count for part in policy.modules() if isinstance(part, Experts))
+        ways = "; ".join(ways_out(tokens, several, config, next(experts, 0)))
         text = f"learner: {lack(error, policy)}"
         raise RunFailed("; ".join(filter(None, (text, ways)))) from None
 

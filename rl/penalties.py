@@ -116,8 +116,9 @@ def to_go(rewards: Tensor, sequence_ids: Tensor) -> Tensor:
         raise ValueError("sequence_ids: tokens of one sequence lie apart; sort them by sequence")
     lengths = counts.tolist()
     # Not the difference of sums over all: a NaN would reach every sequence before it.
-    parts = [part.flip(0).cumsum(0).flip(0) for part in rewards.double().split(lengths)]
-    return torch.cat([rewards[:0], *parts]).to(rewards.dtype)
+    # On the CPU, where running sums have one order.
+    parts = [part.flip(0).cumsum(0).flip(0) for part in rewards.double().cpu().split(lengths)]
+    return torch.cat([rewards[:0].cpu(), *parts]).to(rewards)
 
 
 def sampled_weights(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -63,8 +63,7 @@ def mix_norm(
     first source; on a GPU from one kernel, in which the mixture is not rounded before its norm.
 
     Later sites are to take the returned blocks: on a GPU their gradients then add up in one buffer
-    for each block, in place. So a hook on such a block that keeps its gradient has to clone it, and
-    `torch.autograd.grad` must not ask for one together with what lies before its site.
+    for each block, in place, but where a hook has kept one or `torch.autograd.grad` asks for it.
     """
     sources = [*blocks, partial]
     _check(sources, update, query, norm_weight, next_weight)

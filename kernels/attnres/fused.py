@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from ..device import is_hopper, launch, on_device_of, processors
 from .gluon_mix import mix_hopper_kernel
 from .gluon_mix_backward import mix_backward_hopper_kernel
+from .held import holders, unheld
 from .plans import (
     BACKWARD_RESIDENT,
     backward_plan,
@@ -33,7 +34,8 @@ class Mix(torch.autograd.Function):
     """The mixture, the sum of the last source and ``update``, and the other sources once more.
 
     Later users of a source are to take it from here: its gradient then comes with theirs in it,
-    and this one's is added in place, if the gradient is what another mixture has just made.
+    and this one's is added in place, if the gradient is what another mixture has just made and
+    nobody else holds.
     """
 
     @staticmethod
@@ -52,6 +54,7 @@ class Mix(torch.autograd.Function):
         ctx.kinds = (partial.dtype, None if update is None else update.dtype)
         ctx.set_materialize_grads(False)
         ctx.ours = {}  # by output: gradients that were made for this alone
+        ctx.unheld = unheld()
         ctx.makers = [b.grad_fn if isinstance(b.grad_fn, type(ctx)) else None for b in blocks]
         ctx.places = [b.output_nr for b in blocks]
         return out, summed, *blocks
@@ -62,12 +65,14 @@ class Mix(torch.autograd.Function):
         ctx: Any, d_out: Tensor | None, d_summed: Tensor | None, *d_blocks: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         query, norm, next_norm, stats, *sources = ctx.saved_tensors
-        ours, ctx.ours = ctx.ours, {}
+        held = holders(d_blocks)
+        free = [h == ctx.unheld and ctx.ours.get(2 + i) is d_blocks[i] for i, h in enumerate(held)]
+        ctx.ours = {}
         given = [lined_up(t) for t in sources]
         carried = [None if d is None else lined_up(d) for d in (*d_blocks, d_summed)]
         results = [
-            d if d is not None and ours.get(2 + i) is d else torch.empty_like(v)
-            for i, (d, v) in enumerate(zip(carried, given, strict=True))
+            d if own and d is not None else torch.empty_like(v)
+            for own, d, v in zip((*free, False), carried, given, strict=True)
         ]
         if d_out is None:
             d_out = torch.zeros_like(given[-1])

@@ -42,6 +42,12 @@ def power(x, scale: gl.constexpr, most: gl.constexpr):
 
 
 @gluon.jit
+def opening(x, a, BOUND: gl.constexpr):
+    """As `triton_experts.opening`."""
+    return gl.where(gl.abs(x) < BOUND / 256, x * (1.0 / BOUND) * (1.0 + a), 1.0 - a)
+
+
+@gluon.jit
 def activated(gate, up, BOUND: gl.constexpr, UP_BOUND: gl.constexpr):
     """As `triton_experts.activated`."""
     below = 1.0 + power(gate, -LOG2E, 60.0)
@@ -50,7 +56,8 @@ def activated(gate, up, BOUND: gl.constexpr, UP_BOUND: gl.constexpr):
     else:
         a, b = power(gate, -2.0 * LOG2E / BOUND, 28.0), power(up, -2.0 * LOG2E / UP_BOUND, 28.0)
         share = reciprocal((1.0 + a) * (1.0 + b) * below)
-        return (1.0 - a) * (1.0 - b) * share * (BOUND * UP_BOUND)
+        opened = opening(gate, a, BOUND) * opening(up, b, UP_BOUND)
+        return opened * share * (BOUND * UP_BOUND)
 
 
 @gluon.jit
@@ -66,8 +73,8 @@ def slopes(gate, up, BOUND: gl.constexpr, UP_BOUND: gl.constexpr):
         above, beside = 1.0 + a, 1.0 + b
         share = reciprocal(above * beside * below)
         s = above * beside * share
-        t = (1.0 - a) * (below * beside * share)
-        u = (1.0 - b) * (above * below * share)
+        t = opening(gate, a, BOUND) * (below * beside * share)
+        u = opening(up, b, UP_BOUND) * (above * below * share)
         h = BOUND * t * s
         w = UP_BOUND * u
         return h * w, w * (s * (1.0 - t * t) + h * (1.0 - s)), h * (1.0 - u * u)

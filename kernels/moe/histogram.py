@@ -100,7 +100,7 @@ def balanced(histograms: Sequence[QuantileHistogram]) -> torch.Tensor:
     if k == bias.shape[1]:
         return centred(bias)
     coarse, fine = (
-        part.double().cumsum(2)
+        part.cumsum(2).double()  # of whole numbers, which torch adds in any order
         for part in torch.stack([one.counts for one in histograms]).split(
             (COARSE_BINS, 2 * SIDE_BINS), 2
         )

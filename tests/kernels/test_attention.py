@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -39,6 +41,21 @@ def test_the_packed_form_of_a_gpu_is_the_definition(bounds: tuple[int, ...]) -> 
     for call in (naive_causal_attention, fused.causal_attention_fused):
         out = call(*inputs, bounds=bounds, scale=0.4)
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("call", [naive_causal_attention, fused.causal_attention_fused])
+def test_heads_may_be_columns_of_one_tensor(call: Callable[..., torch.Tensor]) -> None:
+    inputs = draw(9)
+    wide = torch.cat([x.detach() for x in inputs], 2).requires_grad_()
+    parts = wide.split([6, 6, 4], 2)
+    assert not any(part.is_contiguous() for part in parts)
+    results = []
+    for given, leaves in ((inputs, inputs), (parts, [wide])):
+        out = call(*given, bounds=(0, 4, 9), scale=0.4)
+        grads = torch.autograd.grad(out.sum(), leaves)  # the same number for all
+        results.append([out, torch.cat(grads, 2)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
 

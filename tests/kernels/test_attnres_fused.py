@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -153,6 +154,43 @@ def test_blocks_that_are_passed_on_collect_their_gradients_in_place() -> None:
     outs = several(site, given, look)
     gradients = torch.autograd.grad([x.sum() for x in outs], given)
     assert seen == [0, *[gradients[0].data_ptr()] * 3]  # nobody took it from the last site
+
+
+@pytest.mark.parametrize("way", ["retained", "kept by a hook", "asked for"])
+def test_gradients_of_passed_blocks_are_right_for_who_looks_at_them(way: str) -> None:
+    """Nothing is added in place to what somebody else holds."""
+    inputs = [draw(5, 16), draw(5, 16)] + [w for _ in range(4) for w in weights_of(16)]
+    results = []
+    for form, kind, device in (
+        (site, torch.float32, DEVICE),
+        (naive_mix_norm, torch.float64, "cpu"),
+    ):
+        given, seen, kept = leaves(inputs, kind, device), [], []
+
+        def look(block: Tensor, seen: list[Tensor] = seen, kept: list[Tensor] = kept) -> None:
+            seen.append(block)
+            if way == "retained":
+                block.retain_grad()
+            elif way == "kept by a hook":
+                block.register_hook(kept.append)
+
+        def passing(*site_of: Tensor, form: Callable[..., Any] = form) -> Any:
+            blocks, partial, x = form(*site_of)
+            if form is not site:  # which returns the very blocks
+                blocks = tuple(block.view_as(block) for block in blocks)
+            return blocks, partial, x
+
+        outs = several(passing, given, look)
+        loss = sum((x.square().sum() for x in outs), torch.zeros((), device=device))
+        wanted = [*seen[2::-1], given[0]] if way == "asked for" else [given[0]]
+        found = torch.autograd.grad(loss, wanted) if way != "retained" else ()
+        if way == "retained":
+            loss.backward()
+            found = [*(x.grad for x in seen[2::-1]), given[0].grad]
+        results.append([*(x for x in kept if x is not None), *found])
+    assert [len(one) for one in results] == [4, 4]
+    for a, b in zip(*results, strict=True):
+        close(a, b, 2e-5)
 
 
 def test_a_gradient_from_elsewhere_is_left_as_it_is() -> None:

@@ -143,6 +143,26 @@ def test_blocks_that_are_passed_on_collect_their_gradients_in_place() -> None:
     assert used < count + 4 and all(g.isfinite().all() for g in gradients)
 
 
+def test_a_gradient_that_a_hook_keeps_is_left_as_it_is() -> None:
+    *tensors, query, norm, next_norm = draw(1000, 2048, 3)
+    results = []
+    for keeps in (True, False):
+        own, kept = [x.detach().requires_grad_() for x in tensors[:2]], []
+        blocks, partial, outs = (own[0],), own[1], []
+        for _ in range(3):
+            blocks, partial, x = mix_norm(blocks, partial, tensors[-1], query, norm, next_norm)
+            blocks[0].register_hook(
+                lambda found, kept=kept, keeps=keeps: (
+                    None if found is None else kept.append(found if keeps else found.clone())
+                )
+            )
+            outs.append(x)
+        kept += torch.autograd.grad(outs, own, [torch.ones_like(outs[0])] * 3)
+        results.append(kept)
+    assert len(results[0]) == 4
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_more_elements_than_32_bits_count() -> None:
     inputs = draw(300_000, 7168, 2)
     d_out = torch.randn_like(inputs[0])

@@ -71,11 +71,19 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-5])
 @pytest.mark.parametrize(("tokens", "count", "k", "width", "inner", "bounds"), SHAPES)
 def test_the_kernels_equal_the_definition(
-    tokens: int, count: int, k: int, width: int, inner: int, bounds: tuple[float, float] | None
+    tokens: int,
+    count: int,
+    k: int,
+    width: int,
+    inner: int,
+    bounds: tuple[float, float] | None,
+    scale: float,
 ) -> None:
-    x = torch.randn(tokens, width)
+    """With small inputs too, where the activation must not cancel."""
+    x = torch.randn(tokens, width) * scale
     w1, w3 = (torch.randn(count, inner, width) / width**0.5 for _ in "13")
     w2 = torch.randn(count, width, inner) / inner**0.5
     given = [x, w1, w2, w3, torch.rand(tokens, k)]
@@ -111,3 +119,28 @@ def test_no_token_has_gradients_of_zero() -> None:
     assert out.shape == (0, 8)
     grads = torch.autograd.grad(out.sum(), leaves)
     assert [tuple(g.shape) for g in grads] == given and not any(bool(g.any()) for g in grads)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_all_tokens_on_one_expert(strided: bool) -> None:
+    """The others have no row and gradients of exactly 0; inputs may lie apart."""
+    experts = torch.full((40, 1), 2)
+    shapes = ((40, 24), (4, 20, 24), (4, 24, 20), (4, 20, 24), (40, 1))
+    given = [torch.randn(shape) for shape in shapes]
+    pull = torch.ones(1, 1).expand(40, 24)
+    wide = [one.double().requires_grad_() for one in given]
+    leaves = [one.to(DEVICE).requires_grad_() for one in given]
+    a, b, c, d, scales = wide
+    truth = naive_experts(a, b, c, d, experts, scales, (4.0, 25.0))
+    x, w1, w2, w3, weights = (torch.stack([t, -t], -1)[..., 0] if strided else t for t in leaves)
+    assert strided is not w1.is_contiguous()
+    routes = experts.to(DEVICE).repeat(1, 2)[:, :1] if strided else experts.to(DEVICE)
+    found = GroupedExperts.apply(x, w1, w2, w3, routes, weights, (4.0, 25.0), True)
+    truths = [truth, *torch.autograd.grad(truth, wide, pull.double())]
+    results = [found, *torch.autograd.grad(found, leaves, pull.to(DEVICE))]
+    close = 1e-2 if GPU else 1e-5
+    for got, expected in zip(results, truths, strict=True):
+        off, size = (got.cpu() - expected).detach(), expected.detach()
+        assert float(off.norm()) < close * float(size.norm())
+    others = torch.tensor([0, 1, 3])
+    assert not any(bool(grad[others].any()) for grad in results[2:5])

@@ -86,6 +86,17 @@ def test_both_passes_beside_fp64(case: str) -> None:
             assert torch.equal(forward(some, bounds), found[0][part])
 
 
+@pytest.mark.parametrize("scale", [1e-2, 1e-4, 1e-6])
+def test_small_inputs_have_the_errors_of_large_ones(scale: float) -> None:
+    """The activation is nearly linear there, as a difference it would lose all of its bits."""
+    given = draw(500, 8, 2, 256, 128, "even", torch.bfloat16)
+    given[0] *= scale
+    pull = torch.randn(500, 256, device="cuda").to(torch.bfloat16)
+    found, truth = passes(given, BOUNDS, pull), passes(given, BOUNDS, pull, wide=True)
+    for one, other in zip(found, truth, strict=True):
+        assert float((one.double() - other).norm() / other.norm()) < 6e-3
+
+
 def test_no_token() -> None:
     given = draw(0, 4, 2, 256, 128, "even", torch.bfloat16)
     found = passes(given, BOUNDS, torch.zeros(0, 256, device="cuda"))

@@ -93,3 +93,20 @@ def test_blocks_of_logits_do_not_live_on():
 def test_temperature_zero_is_refused():
     with pytest.raises(ValueError, match="temperature"):
         token_logprobs(torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([0]), 0.0)
+
+
+def test_no_rows_and_strided_ones():
+    """A micro-batch without trained tokens, and rows and words that lie apart."""
+    torch.manual_seed(0)
+    hidden, head = torch.randn(6, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
+    value, entropy = token_logprobs(hidden[:0], head, torch.zeros(0, dtype=torch.long))
+    assert value.shape == entropy.shape == (0,)
+    grads = torch.autograd.grad(value.sum() + entropy.sum(), [hidden, head])
+    assert not any(bool(grad.any()) for grad in grads)
+    targets = torch.randint(0, 11, (6, 2))[:, 1]
+    results = []
+    for given in ((hidden, head), (torch.stack([hidden, head[:6]], 2)[..., 0], head.T.clone().T)):
+        outs = token_logprobs(*given, targets, 0.7, block_elements=2 * 11)
+        results.append([*outs, *torch.autograd.grad(outs[0].sum() + outs[1].sum(), [hidden, head])])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from farhorizon.kernels.moe import (
+    Counts,
     QuantileHistogram,
     grouped_experts,
     naive_experts,
     route,
+    router,
     situ_glu,
 )
 from farhorizon.kernels.moe.histogram import balanced, centred
@@ -226,3 +229,71 @@ def test_grouped_experts_equal_naive_with_gradients(tokens, activation):
     with torch.no_grad():
         quick = grouped_experts(x, w1, w2, w3, experts, weights, activation)
     torch.testing.assert_close(quick, grads[0][0].detach(), atol=1e-11, rtol=1e-10)
+
+
+def drawn(tokens: int, count: int, experts: torch.Tensor) -> list[torch.Tensor]:
+    """Leaves ``x, w1, w2, w3, weights`` of experts from 6 to 5 columns."""
+    torch.manual_seed(3)
+    shapes = ((tokens, 6), (count, 5, 6), (count, 6, 5), (count, 5, 6), experts.shape)
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("dense", [None, False, True])
+@pytest.mark.parametrize("case", ["one expert", "every expert", "strided"])
+def test_odd_routes_and_strided_inputs(case: str, dense: bool | None):
+    every = torch.rand(9, 4).argsort(1)
+    experts = {"one expert": torch.full((9, 1), 2), "every expert": every}.get(case, every[:, 1:3])
+    x, w1, w2, w3, weights = leaves = drawn(9, 4, experts)
+    results = []
+    for form in (naive_experts, partial(grouped_experts, dense=dense)):
+        given = [x, w1, w2, w3]
+        if case == "strided" and form is not naive_experts:
+            given = [torch.stack([t, -t], -1)[..., 0] for t in given]
+            assert not any(t.is_contiguous() for t in (*given, experts))
+        a, b, c, d = given
+        out = form(a, b, c, d, experts, weights, (4.0, 25.0))
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-11, rtol=1e-10)
+    if case == "one expert":
+        others = torch.tensor([0, 1, 3])
+        assert not any(bool(grad[others].any()) for grad in results[1][2:5])
+
+
+@pytest.mark.parametrize("dense", [None, False, True])
+def test_no_token_gives_experts_gradients_of_zero(dense: bool | None):
+    experts = torch.zeros(0, 2, dtype=torch.long)
+    x, w1, w2, w3, weights = leaves = drawn(0, 4, experts)
+    out = grouped_experts(x, w1, w2, w3, experts, weights, (4.0, 25.0), dense)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert out.shape == (0, 6) and not any(bool(grad.any()) for grad in grads)
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_a_router_whose_tokens_all_take_every_expert(tokens: int):
+    """The threshold has nothing to decide: its mean is taken out, and that is all."""
+    bias = torch.tensor([0.5, 0.0, 0.25, 0.25])
+    counts = Counts(torch.zeros(4, dtype=torch.long), QuantileHistogram(bias, 4))
+    x, weight = (torch.randn(n, 3, requires_grad=True) for n in (tokens, 4))
+    experts, weights = router(x, weight, bias, 4, counts=counts)
+    assert experts.sort(1).values.tolist() == [[0, 1, 2, 3]] * tokens
+    torch.testing.assert_close(weights.sum(1), torch.ones(tokens))
+    grads = torch.autograd.grad(weights.square().sum(), [x, weight])
+    assert all(bool(grad.isfinite().all()) for grad in grads)
+    assert counts.load.tolist() == [tokens] * 4
+    if tokens:
+        assert counts.histogram is not None
+        torch.testing.assert_close(counts.histogram.solve(), bias - 0.25)
+
+
+def test_a_router_that_sends_all_tokens_to_one_expert():
+    bias = torch.zeros(20)
+    bias[7] = 5.0
+    counts = Counts(torch.zeros(20, dtype=torch.long), QuantileHistogram(bias, 1))
+    x, weight = torch.randn(40, 16), torch.randn(20, 16)
+    experts, _ = router(x, weight.T.contiguous().T, bias, 1, counts=counts)
+    assert experts.flatten().tolist() == [7] * 40
+    assert counts.load.tolist() == [0] * 7 + [40] + [0] * 12
+    assert counts.histogram is not None
+    load = torch.bincount(router(x, weight, counts.histogram.solve(), 1)[0].flatten(), minlength=20)
+    assert int(load.max()) <= 10  # of 40

@@ -50,6 +50,18 @@ def test_the_kernel_draws_what_torch_draws(
     assert float((found[:, 1] - meant[:, 1]).abs().max()) < 1e-13
 
 
+def test_logits_may_lie_apart_and_be_none(loops: None) -> None:
+    logits, heat, point = draw(64)
+    padded = torch.cat((logits, logits), 1)
+    turned = logits.T.contiguous().T
+    for form in (fused.draw, naive_draw_tokens):
+        whole = form(logits, heat, point)
+        for given in (padded[:, :64], turned):
+            assert not given.is_contiguous()
+            assert torch.equal(form(given, heat, point), whole)
+    assert fused.draw(logits[:0], heat[:0], point[:0]).shape == (0, 2)
+
+
 def test_logits_that_are_not_finite_show_in_their_own_row(loops: None) -> None:
     logits, heat, point = draw(64)
     logits[2, 7], logits[3, 9] = torch.nan, torch.inf

@@ -40,6 +40,7 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> Policy:
         (["sequences=[]"], "sequences: name at least one number of them"),
         (["sequences=[0]"], "sequences=[0] must be at least 1"),
         (["context=0"], "context=0 must be at least 1"),
+        (["eager=true"], "eager=true is how vllm runs: set peers=[vllm], or leave it out"),
         (["peers=[sglang]"], "peers: 'sglang' is none; known: vllm, or [] for none"),
         (
             ["peers=[vllm]", "context=200"],

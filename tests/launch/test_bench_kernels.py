@@ -125,6 +125,25 @@ def test_a_wrong_head_is_not_measured() -> None:
     assert rows == []
 
 
+def test_memory_that_does_not_suffice_is_one_line() -> None:
+    """With the size and the line of what was too large, and a way out."""
+
+    def full(*_: Any) -> tuple[torch.Tensor, ...]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    for bench, shape, config in (
+        (bench_logprob, (8, 50, 16), LogprobBenchConfig()),
+        (bench_attnres, (8, 24, 3), AttnResBenchConfig()),
+    ):
+        side, rows = bench.Side(bench.OURS, full), list[Any]()
+        with pytest.raises(RunFailed) as caught:
+            bench.run(FakeMeter(), [side], [shape], config, rows.append)
+        name, text = bench.__name__.rsplit("_")[-1], str(caught.value)
+        assert text.startswith(f"bench {name}: the GPU's memory does not suffice for 2.00 GiB (")
+        assert text.endswith("; lower its tokens, or peers=[]") and "\n" not in text
+        assert f" of {'x'.join(map(str, shape))};" in text and rows == []
+
+
 def test_peers_compute_the_same() -> None:
     """TRL's as it runs on a CPU."""
     pytest.importorskip("trl")

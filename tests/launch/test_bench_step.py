@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from farhorizon.configs.benchmarks import StepBenchConfig
-from farhorizon.configs.errors import UserError
+from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.load import override_config
 from farhorizon.launch.bench_step import bench_step
 from farhorizon.launch.plan import read_policy
@@ -23,7 +24,13 @@ from farhorizon.launch.step_measure import (
     small_config,
     utilisation,
 )
-from farhorizon.launch.step_peers import KimiSide, kimi_linear, shared_config
+from farhorizon.launch.step_peers import (
+    ATTENTION,
+    KimiSide,
+    attention_times,
+    kimi_linear,
+    shared_config,
+)
 from farhorizon.policy import Policy
 
 ONE_B = read_policy("1b")[0]
@@ -89,6 +96,34 @@ def test_a_step_of_either_side_moves_its_weights() -> None:
     for side in (ours, theirs):
         losses = [float(side()) for _ in range(4)]
         assert 5 < losses[0] < 8 and losses[-1] < losses[0] - 0.1
+
+
+def test_a_peer_tries_every_attention_that_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU torch has flash attention alone, for heads whose values are as large as keys."""
+    heads = torch.randn(1, 2, 5, 8)
+
+    def time() -> float:
+        F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return 3.0
+
+    assert attention_times(time) == {"flash": 3.0}
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in told] == [
+        "kimi_linear without cudnn attention",
+        "kimi_linear without efficient attention",
+    ]
+    more = iter([3.0, 2.0, 1.0])
+    assert attention_times(lambda: next(more)) == dict(zip(ATTENTION, (3.0, 2.0, 1.0), strict=True))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("none"), torch.OutOfMemoryError("full")])
+def test_a_peer_without_attention_is_not_measured(error: RuntimeError) -> None:
+    def time() -> float:
+        raise error
+
+    of_memory = isinstance(error, torch.OutOfMemoryError)
+    with pytest.raises(torch.OutOfMemoryError if of_memory else RunFailed):
+        attention_times(time)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "layers"])

@@ -16,6 +16,7 @@ from farhorizon.configs.errors import UserError
 from farhorizon.kernels.moe import mxfp4_decode, mxfp4_encode
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.checkpoint import load_policy, save_policy
+from farhorizon.policy.moe import Experts
 from farhorizon.policy.shards import stored_manifest
 from farhorizon.policy.weights import WeightManifest
 
@@ -197,6 +198,38 @@ def test_k3_files_are_read_to_the_last_bit(tmp_path: Path) -> None:
         else:
             assert stored is not None and same(tensor, stored), name
     assert policy(torch.arange(9)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(("config", "number"), [(K3, 0), (K3, 1), (LINEAR, 1)])
+def test_a_part_of_the_experts_is_read_alone(
+    tmp_path: Path, config: dict[str, Any], number: int
+) -> None:
+    """The bytes of the others are none that could be read: they are not finite."""
+    files = published(config)
+    whole = load_policy(write(tmp_path / "whole", config, files)).state_dict()
+    others = [f".experts.{expert}." for expert in range(4) if expert // 2 != number]
+    for name, tensor in files.items():
+        if any(part in name for part in others):
+            files[name] = torch.full_like(tensor, 255 if tensor.dtype == torch.uint8 else torch.nan)
+    folder = write(tmp_path / "torn", config, files)
+    with pytest.raises(UserError, match="not finite"):
+        load_policy(folder)
+    policy = load_policy(folder, part=(number, 2))
+    found = policy.state_dict()
+    assert found.keys() == whole.keys()
+    for name, tensor in found.items():
+        fused = ".experts.w" in name
+        wanted = whole[name][2 * number : 2 * number + 2] if fused else whole[name]
+        assert same(tensor, wanted), name
+    kept = [module for module in policy.modules() if isinstance(module, Experts)]
+    assert [(one.count, one.part) for one in kept] == [(4, (number, 2))] * 4
+
+
+def test_experts_that_have_no_such_part_are_all_read(tmp_path: Path) -> None:
+    """Whoever wants to divide them says that it cannot."""
+    folder = write(tmp_path / "k3", K3, published(K3))
+    whole, found = (load_policy(folder, part=part).state_dict() for part in ((0, 1), (1, 3)))
+    assert all(same(found[name], tensor) for name, tensor in whole.items())
 
 
 def test_what_was_read_is_written_with_the_same_names_and_bits(tmp_path: Path) -> None:

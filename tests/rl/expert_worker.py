@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from farhorizon.policy import Policy, PolicyConfig
+from farhorizon.policy.checkpoint import load_policy, save_policy
 from farhorizon.policy.moe import Experts
 from farhorizon.policy.routing import Routes
 from farhorizon.policy.weights import digest
@@ -70,13 +71,13 @@ def share(batch: Sequence[Sample], tokens: int = SINGLE) -> Share:
     return shares(batch, RANKS, tokens)[RANK]
 
 
-def learner(stage: int, **changes: Any) -> Learner:
+def learner(stage: int, module: Policy | None = None, **changes: Any) -> Learner:
     # A large eps: Adam would blow rounding noise in gradients of almost 0 up to full steps.
     config = LearnerConfig(
         **{"eps": 1e-3, "lr": 1e-2, "ranks": RANKS, "zero_stage": stage, **changes},
         expert_parallel=DIVIDED,
     )
-    return Learner(policy(), config, temperature=0.7)
+    return Learner(module or policy(), config, temperature=0.7)
 
 
 def state(own: Learner) -> dict[str, torch.Tensor]:
@@ -200,6 +201,17 @@ def published() -> None:
         OUT[f"published-{stage}"] = found
 
 
+def loaded() -> None:
+    """Each rank reads its own experts alone from a folder of whole ones."""
+    folder = FOLDER / f"policy-{RANKS}-{RANK}"
+    save_policy(folder, policy())
+    for stage in SOME:
+        own = load_policy(folder, part=(RANK % DIVIDED, DIVIDED))
+        OUT[f"read-{stage}"] = [len(part.w1) for part in own.modules() if isinstance(part, Experts)]
+        name = f"loaded-{stage}"
+        trained(name, stage, [share(samples(step)) for step in range(2)], module=own)
+
+
 def refused() -> None:
     config = LearnerConfig(ranks=RANKS, expert_parallel=DIVIDED)
     three = Policy(PolicyConfig.tiny(vocab_size=VOCAB, num_experts=3))
@@ -218,6 +230,7 @@ SCENARIOS: list[Callable[[], None]] = [
     skipped,
     resumed,
     published,
+    loaded,
     refused,
 ]
 

@@ -128,6 +128,13 @@ def test_whole_experts_are_published(played: Path, stage: int) -> None:
     assert first[1:] == second[1:] == [True, True]  # what arrived is what was there, and all of it
 
 
+@pytest.mark.parametrize("stage", SOME)
+def test_experts_that_were_read_in_part_learn_as_whole_ones(played: Path, stage: int) -> None:
+    assert results(played, f"read-{stage}") == [4, 4]
+    assert results(played, f"read-{stage}", 1) == [8, 8]
+    check_alike(played, f"loaded-{stage}")
+
+
 def test_what_cannot_be_divided_is_refused(played: Path) -> None:
     three, none = (results(played, f"refused-{name}") for name in ("three", "none"))
     assert three == "learner.expert_parallel=2 must divide the policy's 3 experts"
