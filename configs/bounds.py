@@ -56,6 +56,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "max_turn_tokens": _ONE,
         "max_turns": _ONE,
         "env_retries": _ANY,
+        "restarts": _ANY,
         "env_timeout_s": _Range(0, threading.TIMEOUT_MAX, open=True),
         "max_error_fraction": _SHARE,
     },

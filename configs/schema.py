@@ -49,6 +49,7 @@ class RolloutConfig:
     keep_states: bool = False  # with max_staleness: new weights go on with states of old ones
     env_retries: int = 1  # fresh tries of an episode whose environment failed
     env_timeout_s: float = 600.0  # a call into an environment that takes longer has failed
+    restarts: int = 2  # of actors whose processes ended, in a run; one more stops it
     max_error_fraction: float = 0.2  # more failed episodes than this in one step stop the run
 
 

@@ -53,6 +53,7 @@ def bench_grpo(config: BenchConfig) -> int:
     check_unused("learner", config.learner, ["decay"], "its steps have one rate")
     check_unused("learner", config.learner, ["replay"], "a batch is one step on its own weights")
     check_unused("rollout", config.rollout, ["keep_states"], "weights change between rollouts")
+    check_unused("rollout", config.rollout, ["restarts"], "a step with one is not timed")
     if config.output is not None:
         check_writable(Path(config.output).absolute().parent)
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)

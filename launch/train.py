@@ -144,6 +144,8 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
             config.seed,
             record_routes=config.learner.replay == "rollout",
             chat=config.chat,
+            publish=learner.publish,
+            tell=display.line,
         )
         stack.callback(pool.close)
         if run.saved is not None:
@@ -339,6 +341,7 @@ def _record(job: Job, played: Played, result: UpdateResult) -> None:
             "train/tokens": tokens,
             "train/tokens_per_second": tokens / max(total, 1e-9),
             "train/version": result.version,
+            "train/actors_restarted": job.pool.restarted,
             "train/update_skipped": int(result.skipped),
             **{f"rollout/{name}": value for name, value in asdict(stats).items()},
             **{f"learn/{name}": value for name, value in result.metrics.items()},
@@ -385,4 +388,5 @@ def _save(job: Job) -> Path:
     with job.display.phase("save"):
         folder = checkpoints.save(run.folder, run.state, write, run.config.keep)
     run.saved = Found(folder, run.state)
+    job.pool.checkpoint = str(folder)
     return folder

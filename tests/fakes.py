@@ -6,7 +6,9 @@ processes can build its environments.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -192,6 +194,7 @@ ERRORS = {
     "lock": HoldsLock,
     "unprintable": Unprintable,
     "exit": lambda: SystemExit(3),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
 
 

@@ -40,6 +40,7 @@ class Pool:
         self.version = PolicyVersion(0, "")
         self.submitted: list[str] = []
         self.failing, self.collected, self.synced = failing, 0, 0
+        self.checkpoint, self.restarted = "", 0
 
     def submit(self, tasks: Sequence[Task], group_size: int) -> list[str]:
         self.submitted.append(tasks[0].id)
