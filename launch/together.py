@@ -35,6 +35,7 @@ def check_together(config: TrainConfig) -> None:
         check_unused("algorithm", config.algorithm, ["length_reward"], reason)
     if config.max_staleness == 0:
         check_unused("rollout", config.rollout, ["keep_states"], "needs max_staleness")
+        check_unused("sync", config.sync, ["in_flight"], "needs max_staleness")
     everywhere = [n for n, teacher in enumerate(config.teachers) if not teacher.kinds]
     if rounds and everywhere:
         raise UserError(

@@ -144,6 +144,7 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
             config.seed,
             record_routes=config.learner.replay == "rollout",
             chat=config.chat,
+            in_flight=config.sync.in_flight,
             publish=learner.publish,
             tell=display.line,
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
+from threading import Lock
 from typing import Any
 
 import ray
@@ -14,7 +15,7 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 
 from ..configs.errors import RunFailed, UserError, last_line
-from ..configs.schema import ChatConfig, EnvConfig, RolloutConfig
+from ..configs.schema import ChatConfig, EnvConfig, InFlight, RolloutConfig
 from ..envs.registry import make_config, resolve_plugins
 from ..envs.types import Task
 from ..policy.weights import Bucket, PolicyVersion, Publication
@@ -58,8 +59,9 @@ class RolloutActor:
         visible_context: int | None = None,
         record_routes: bool = False,
         chat: ChatConfig | None = None,
+        in_flight: InFlight = "keep",
     ) -> None:
-        self._wanted = chat or ChatConfig()
+        self._wanted, self._in_flight = chat or ChatConfig(), in_flight
         self._checkpoint, self._env, self._config = checkpoint, env, rollout
         self._context, self._seed, self._visible = context, seed, visible_context
         self._record_routes = record_routes
@@ -82,6 +84,7 @@ class RolloutActor:
             self._wanted,
             images=env.shows_images,
             record_routes=self._record_routes,
+            in_flight=self._in_flight,
         )
         self._generator, self._chat = built.generator, built.chat
         self._receiver = WeightReceiver(built.holder)
@@ -125,12 +128,10 @@ class RolloutActor:
         self._receiver.verify()
 
     @ray.method(concurrency_group="sync")
-    def finish_update(self) -> PolicyVersion:
-        """Swap between two decode steps, and prove it."""
-        with self._generator.exclusive():
-            version = self._receiver.commit()
-            self._generator.version = version.number
-        return version
+    def finish_update(self, number: int) -> PolicyVersion:
+        """Swap between two decode steps to the version of that number, and prove it."""
+        with self._generator.updating(number):
+            return self._receiver.commit()
 
 
 class RolloutPool:
@@ -155,6 +156,7 @@ class RolloutPool:
         visible_context: int | None = None,
         record_routes: bool = False,
         chat: ChatConfig | None = None,
+        in_flight: InFlight = "keep",
         publish: Callable[[], Publication] | None = None,
         tell: Callable[[str], None] = print,
     ) -> None:
@@ -169,8 +171,9 @@ class RolloutPool:
             runtime_env={"env_vars": threads},
         )(RolloutActor)
         own = (resolve_plugins(env), rollout, context, seed)
-        self._arguments = (*own, visible_context, record_routes, chat)
+        self._arguments = (*own, visible_context, record_routes, chat, in_flight)
         self.version: PolicyVersion | None = None  # None: as in the checkpoint
+        self._syncing = Lock()
         self.restarted = 0  # actors that were started again
         self._playing: list[Part] = []  # what is not collected, in the order of submission
         self.actors: list[Any] = [self._start() for _ in range(rollout.actors)]
@@ -215,11 +218,18 @@ class RolloutPool:
         return groups, stats
 
     def sync(self, publication: Publication) -> None:
-        """Bring every actor to a published version, between decode steps of what they play."""
+        """Bring every actor to a published version, between decode steps of what they play.
+
+        RunFailed while another thread is in it.
+        """
+        if not self._syncing.acquire(blocking=False):
+            raise RunFailed("weight sync refused: another is at work; one comes after the other")
         try:
             self._sync(publication)
         except ActorLost as lost:
             self._revive(lost, publication.version, set())
+        finally:
+            self._syncing.release()
 
     def _sync(self, publication: Publication) -> None:
         """Nobody swaps before all have verified all tensors."""
@@ -228,7 +238,7 @@ class RolloutPool:
         for bucket in publication.buckets:
             _get([a.load_bucket.remote(bucket) for a in self.actors])
         _get([a.verify_update.remote() for a in self.actors])
-        _get([a.finish_update.remote() for a in self.actors])
+        _get([a.finish_update.remote(publication.version.number) for a in self.actors])
         self.version = publication.version
 
     def _start(self) -> Any:
@@ -267,6 +277,8 @@ class RolloutPool:
     def _count(self, lost: ActorLost, slots: set[int]) -> None:
         """Say which actors start again; RunFailed if these are too many."""
         most = self._config.restarts
+        if not slots:  # all of them answer
+            raise RunFailed(str(lost)) from lost
         if self.restarted + len(slots) > most:
             raise RunFailed(
                 f"{lost}; more than the rollout.restarts={most} of a run that start an actor again"

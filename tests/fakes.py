@@ -133,7 +133,8 @@ class ScriptedGenerator:
         self._asked = {}
         return out
 
-    def exclusive(self) -> AbstractContextManager[None]:
+    def updating(self, number: int) -> AbstractContextManager[None]:
+        self.version = number
         return nullcontext()
 
     def close(self, session: int) -> None:

@@ -130,9 +130,8 @@ def update(
         same = np.array_equal(engine.score(PROMPT[:24], 0.7), before)
         out["kept"] = out["kept"] and same and receiver.version is None
     holder._stored, holder.after = dict, None
-    with generator.exclusive():
+    with generator.updating(1):
         receive(receiver, publish(new, weights, 1))
-        generator.version = 1
     assert receiver.version is not None
     out["version"] = receiver.version.number
 
