@@ -201,7 +201,8 @@ class CpuPolicy(nn.Module, _interfaces.HasInnerState, _interfaces.IsHybrid):
         for stored, tensor in weights:
             fused = _EXPERT.fullmatch(stored)
             name = f"{fused[1]}.{fused[3]}" if fused else stored
-            own[name].weight_loader(own[name], tensor, int(fused[2]) if fused else None)
+            part = (int(fused[2]),) if fused else ()
+            own[name].weight_loader(own[name], tensor, *part)
             loaded.add(name)
         return loaded
 
