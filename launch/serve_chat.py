@@ -32,7 +32,7 @@ def register() -> None:
     tokenizers = importlib.import_module("vllm.tokenizers.registry").TokenizerRegistry
     renderers = importlib.import_module("vllm.renderers.registry").RENDERER_REGISTRY
     if MODE not in tokenizers.tokenizers:
-        tokenizers.register(MODE, __name__, ServedTokenizer.__name__)
+        tokenizers.register(MODE, __name__, Loader.__name__)
         # The renderer that leaves everything to `apply_chat_template`.
         renderers.register(MODE, "vllm.renderers.deepseek_v32", "DeepseekV32Renderer")
     if importlib.import_module("vllm.platforms").current_platform.is_cpu():
@@ -73,6 +73,16 @@ class ServedTokenizer(PreTrainedTokenizerFast):
             schemas = [dict(tool) for tool in tools or ()]
             said = conversation(said, tools=schemas, effort=None if effort == "none" else effort)
         return [*chat.render_reply(said), *chat.prompt()]
+
+
+class Loader:
+    """What vLLM makes a `ServedTokenizer` with."""
+
+    @staticmethod
+    def from_pretrained(folder: str | Path, *_: Any, **__: Any) -> Any:
+        """One that has what vLLM asks tokenizers for, beside what transformers has."""
+        cached = importlib.import_module("vllm.tokenizers.hf").get_cached_tokenizer
+        return cached(ServedTokenizer.from_pretrained(folder))
 
 
 def read_messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
