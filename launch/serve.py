@@ -61,7 +61,12 @@ def serve(path: str, config: ServeConfig) -> int:
         )
     if config.vllm.dtype == "bfloat16" and not torch.cuda.is_available():
         raise UserError("vllm.dtype=bfloat16 needs a GPU; without one set vllm.dtype=float32")
-    print(command, flush=True)
+    print(command)
+    print(
+        f"serves {path} on http://{config.host}:{config.port}/v1; its needs of memory are "
+        f"vllm.memory={config.vllm.memory:g}, concurrency={config.concurrency} and context",
+        flush=True,
+    )
     program, environment = command.arguments[0], os.environ | command.environment
     os.execve(program, command.arguments, environment)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..configs.errors import UserError
 from ..configs.schema import ChatConfig
-from ..envs.messages import conversation
+from ..envs.messages import conversation as whole_request
 from ..envs.types import Message, ToolCall
 from ..policy.chat import ChatFormat, chat_of
 from ..policy.records import read_stage
@@ -54,12 +54,14 @@ class ServedTokenizer(PreTrainedTokenizerFast):
         own.chat = chat_of(own, read_stage(folder), ChatConfig())
         return own
 
-    def apply_chat_template(self, messages: Any, tools: Any = None, **options: Any) -> list[int]:
+    def apply_chat_template(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, conversation: Any, tools: Any = None, **options: Any
+    ) -> list[int]:
         """Ids of a whole request, up to where the policy answers.
 
-        ``messages`` and ``tools`` are those of OpenAI's API; of ``options`` only
-        ``conversation``, the same messages with texts for contents, and ``reasoning_effort`` are
-        looked at. UserError for what the policy's chat format does not have.
+        ``conversation``, with texts for contents, and ``tools`` are those of OpenAI's API; of
+        ``options`` only ``reasoning_effort`` is looked at. UserError for what the policy's chat
+        format does not have.
         """
         chat, effort = self.chat, options.get("reasoning_effort") or self.chat.effort
         if tools and not chat.calls:
@@ -68,10 +70,10 @@ class ServedTokenizer(PreTrainedTokenizerFast):
             raise UserError(
                 "continue_final_message: a message of this policy is never gone on with"
             )
-        said = read_messages(options.get("conversation") or messages)
+        said = read_messages(conversation)
         if chat.calls:
             schemas = [dict(tool) for tool in tools or ()]
-            said = conversation(said, tools=schemas, effort=None if effort == "none" else effort)
+            said = whole_request(said, tools=schemas, effort=None if effort == "none" else effort)
         return [*chat.render_reply(said), *chat.prompt()]
 
 

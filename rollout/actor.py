@@ -61,7 +61,8 @@ class RolloutActor:
         chat: ChatConfig | None = None,
         in_flight: InFlight = "keep",
     ) -> None:
-        self._wanted, self._in_flight = chat or ChatConfig(), in_flight
+        self._wanted = chat or ChatConfig()
+        self._in_flight: InFlight = in_flight
         self._checkpoint, self._env, self._config = checkpoint, env, rollout
         self._context, self._seed, self._visible = context, seed, visible_context
         self._record_routes = record_routes

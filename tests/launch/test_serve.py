@@ -116,7 +116,7 @@ def test_a_chat_is_what_the_policy_was_trained_on(checkpoint: Path) -> None:
     meant = [*chat.render(Message("user", " red <|end_of_msg|>")), *chat.prompt()]
     assert served.apply_chat_template(CHAT) == meant
     assert meant.count(chat.stop_token_ids[0]) == 1  # nothing in a text can end a message
-    assert served.apply_chat_template(messages=None, conversation=CHAT) == meant
+    assert served.apply_chat_template(conversation=CHAT, messages=None) == meant
     with pytest.raises(UserError, match=r"^tools: the policy speaks the brief chat style"):
         served.apply_chat_template(CHAT, tools=TOOLS)
     with pytest.raises(UserError, match=r"^continue_final_message"):
