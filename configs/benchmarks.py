@@ -146,7 +146,7 @@ class OverlapBenchConfig:
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = 16
     staleness: int = 4  # max_staleness of the asynchronous runs
-    delay: float = 0.05  # seconds that a page takes to come, as a slow tool would
+    delay: float = 0.08  # seconds that a page takes to come, as a slow tool would
     correction: tuple[str, ...] = ("algorithm.correction=token_truncate",)  # of asynchronous runs
     train: tuple[str, ...] = ()
     output: str = "runs/overlap"

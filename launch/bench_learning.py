@@ -38,10 +38,11 @@ LEARNING = (
 # Those without a ratio in their loss are off-policy from the second optimizer step on.
 CORRECTED = ("algorithm.correction=token_truncate",)
 # A learner and a sampler of a core each. PPO, since it learns from all groups: with others updates
-# get shorter while groups lose their variance, and the bound with them.
+# get shorter while groups lose their variance, and the bound with them. Routes are replayed, since
+# those of older weights would be others.
 OVERLAP = (
     *("learner.ranks=1", "rollout.actors=1", "groups_per_step=8", "save_every=1000"),
-    *("algorithm.name=ppo", "learner.minibatches=2"),
+    *("algorithm.name=ppo", "learner.minibatches=2", "learner.replay=rollout"),
 )
 
 
