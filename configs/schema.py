@@ -147,6 +147,7 @@ class LearnerConfig:
 class SyncConfig:
     """Weight publication."""
 
+    transport: Literal["auto", "objects", "collective", "ipc"] = "auto"  # docs/sync.md
     bucket_mb: int = 64
     canary_tokens: int = 64
     canary_tolerance: float | None = None  # largest log-prob difference accepted, nats

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import chain, zip_longest
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
 from ..configs.errors import RunFailed, UserError, last_line
-from ..configs.schema import ChatConfig, EnvConfig, RolloutConfig
+from ..configs.schema import ChatConfig, EnvConfig, RolloutConfig, SyncConfig
 from ..envs.registry import make_config, resolve_plugins
 from ..envs.types import Task
-from ..policy.weights import Bucket, PolicyVersion, Publication
+from ..policy.links import LOOPBACK, Meeting, Place, Receiver, choose
+from ..policy.weights import Announcement, PolicyVersion, Publication
 from .calls import EnvCalls
 from .engines import build
 from .episode import run_groups
@@ -25,6 +27,7 @@ from .sync import WeightReceiver
 from .types import Group, RolloutStats
 
 _ACTOR_CPUS = 0.01  # threads are bounded by the config; any number of actors fits a laptop
+_STOP_SECONDS = 60.0  # for a learner to finish what it gathers once nobody receives it
 
 
 class RolloutActor:
@@ -91,27 +94,79 @@ class RolloutActor:
         )
 
     @ray.method(concurrency_group="sync")
-    def begin_update(self, publication: Publication) -> None:
+    def place(self) -> Place:
+        """Where this actor runs."""
+        return Place.here(ray.util.get_node_ip_address(), self._config.gpus > 0)
+
+    @ray.method(concurrency_group="sync")
+    def connect(self, number: int, meeting: Meeting | None) -> None:
+        """Be the reader of that number, in the group that meets there."""
+        self._number = number
+        self._link = None if meeting is None else Receiver(meeting, number + 1)
+
+    @ray.method(concurrency_group="sync")
+    def begin_update(self, announced: Announcement) -> None:
         """Compare what is announced with what this policy has."""
-        self._receiver.begin(publication)
+        self._receiver.begin(announced)
 
     @ray.method(concurrency_group="sync")
-    def load_bucket(self, bucket: Bucket) -> None:
-        """Take in one bucket."""
-        self._receiver.load(bucket)
+    def take_buckets(self, given: Sequence[Any]) -> float:
+        """Take in buckets, given by what stands for each; the seconds it took."""
+        began = time.perf_counter()
+        for one in given:
+            parcel = ray.get(one) if isinstance(one, ray.ObjectRef) else one
+            self._receiver.load(parcel.open(self._number))
+        return time.perf_counter() - began
 
     @ray.method(concurrency_group="sync")
-    def verify_update(self) -> None:
+    def receive_buckets(self, announced: Announcement) -> float:
+        """Take in buckets as the learner sends them; the seconds from the first to the last."""
+        assert self._link is not None
+        began = 0.0
+        device = "cuda" if self._config.gpus > 0 else "cpu"
+        with closing(self._link.receive(announced, device)) as coming:
+            for bucket in coming:
+                began = began or time.perf_counter()
+                self._receiver.load(bucket)
+        return time.perf_counter() - began
+
+    @ray.method(concurrency_group="sync")
+    def verify_update(self, publication: Publication) -> None:
         """Check completeness and digests of what came in."""
-        self._receiver.verify()
+        self._receiver.verify(publication)
 
     @ray.method(concurrency_group="sync")
-    def finish_update(self) -> PolicyVersion:
-        """Swap between two decode steps, and prove it."""
+    def finish_update(self) -> Mapping[str, float]:
+        """Swap between two decode steps, and prove it; what each part of the update took."""
         with self._generator.exclusive():
             version = self._receiver.commit()
             self._generator.version = version.number
-        return version
+        return self._receiver.seconds
+
+
+class Publisher(Protocol):
+    """The learner as `RolloutPool.sync` uses it."""
+
+    @property
+    def sync_config(self) -> SyncConfig:
+        """The settings of a sync."""
+        ...
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What rank 0 answers to ``place``, ``connect``, ``announce`` or ``release``."""
+        ...
+
+    def start_publishing(self) -> list[ray.ObjectRef]:
+        """Let every rank give its part of the current version."""
+        ...
+
+    def published(self, refs: Sequence[ray.ObjectRef]) -> Publication:
+        """What came of it, once all have; raises what ended the learner."""
+        ...
+
+    def close(self) -> None:
+        """End the learner."""
+        ...
 
 
 class RolloutPool:
@@ -145,6 +200,9 @@ class RolloutPool:
         how = (visible_context, record_routes, chat)
         self.actors: list[Any] = [actor.remote(*own, *how) for _ in range(rollout.actors)]
         self.version: PolicyVersion | None = None  # None: as in the checkpoint
+        self.times: dict[str, float] = {}  # of the last sync, see `sync`
+        self._transport: str | None = None
+        self._meeting: Meeting | None = None
         try:
             self.process_ids: list[int] = _get([a.load.remote() for a in self.actors])
         except BaseException:
@@ -174,24 +232,77 @@ class RolloutPool:
         check_errors(groups, stats, self._max_error_fraction)
         return groups, stats
 
-    def sync(self, publication: Publication) -> None:
-        """Bring every actor to a published version, between decode steps of what they play.
+    def sync(self, learner: Publisher) -> None:
+        """Bring every actor to the learner's version, between decode steps of what they play.
 
-        Nobody swaps before all have verified all tensors.
+        Nobody swaps before all have verified all tensors. ``times`` has, afterwards, the seconds of
+        each part, of the slowest actor: "send" (gather, digest and give away), "receive" and those
+        of `WeightReceiver`; "bytes", and "bytes_per_second" from the first tensor gathered to the
+        last received.
         """
-        announced = replace(publication, buckets=())
+        self.times = {}
+        if self._transport is None:
+            self._transport = self._connect(learner)
+        announced: Announcement = learner.ask("announce")
         _get([a.begin_update.remote(announced) for a in self.actors])
-        for bucket in publication.buckets:
-            _get([a.load_bucket.remote(bucket) for a in self.actors])
-        _get([a.verify_update.remote() for a in self.actors])
-        _get([a.finish_update.remote() for a in self.actors])
+        if self._transport == "collective":
+            publication, received = self._receive(learner, announced)
+            moving = max(publication.seconds, received)
+        else:
+            publication = learner.published(learner.start_publishing())
+            given = publication.buckets
+            received = max(_get([a.take_buckets.remote(given) for a in self.actors]))
+            moving = publication.seconds + received
+        proof = replace(publication, buckets=())
+        _get([a.verify_update.remote(proof) for a in self.actors])
+        parts: list[Mapping[str, float]] = _get([a.finish_update.remote() for a in self.actors])
+        learner.ask("release")
         self.version = publication.version
+        size = float(publication.manifest.nbytes)
+        self.times = {
+            "send": publication.seconds,
+            "receive": received,
+            **{part: max(own[part] for own in parts) for part in parts[0]},
+            "bytes": size,
+            "bytes_per_second": size / max(moving, 1e-9),
+        }
 
     def close(self) -> None:
         """End the actors."""
         for actor in self.actors:
             ray.kill(actor)
         self.actors = []
+
+    def _connect(self, learner: Publisher) -> str:
+        """Choose how weights travel, by where everybody has landed."""
+        places: list[Place] = _get([a.place.remote() for a in self.actors])
+        own: Place = learner.ask("place")
+        transport = choose(learner.sync_config.transport, own, places)
+        near = len({place.node for place in (own, *places)}) == 1
+        host = LOOPBACK if near else own.node
+        self._meeting = learner.ask("connect", transport, host, len(places))
+        _get([a.connect.remote(i, self._meeting) for i, a in enumerate(self.actors)])
+        return transport
+
+    def _receive(self, learner: Publisher, announced: Announcement) -> tuple[Publication, float]:
+        """Both sides at the same time. The failure of one is not left for the other to wait for."""
+        assert self._meeting is not None
+        sending = learner.start_publishing()
+        receiving = [a.receive_buckets.remote(announced) for a in self.actors]
+        waiting = [*receiving, *sending]
+        try:
+            while waiting:
+                done, waiting = ray.wait(waiting)
+                ray.get(done)
+        except RayError as error:
+            self._meeting.stop()
+            ready, late = ray.wait(sending, num_returns=len(sending), timeout=_STOP_SECONDS)
+            if late:
+                learner.close()
+            else:
+                learner.published(ready)  # raises what ended the learner, if anything did
+            _raise(error)
+        return learner.published(sending), max(ray.get(receiving))
 
 
 def check_errors(groups: Sequence[Group], stats: RolloutStats, limit: float) -> None:
@@ -208,12 +319,17 @@ def check_errors(groups: Sequence[Group], stats: RolloutStats, limit: float) -> 
 def _get(refs: list[ray.ObjectRef]) -> list[Any]:
     try:
         return ray.get(refs)
-    except RayTaskError as error:
-        if isinstance(error.cause, UserError | RunFailed):
-            raise error.cause from None
-        raise  # whose text is the actor's own traceback
     except RayError as error:
+        _raise(error)
+
+
+def _raise(error: RayError) -> NoReturn:
+    """With what one line can say of an actor's failure, or else with the actor's own traceback."""
+    if not isinstance(error, RayTaskError):
         raise RunFailed(
             "a rollout actor ended while it worked: it was killed, ran out of memory, or its "
             f"environment ended the process ({last_line(error)})"
         ) from error
+    if isinstance(error.cause, UserError | RunFailed):
+        raise error.cause from None
+    raise error

@@ -27,6 +27,7 @@ from farhorizon.rollout.sync import SyncError
 from farhorizon.rollout.types import Group, RolloutStats
 
 from .. import fakes
+from ..syncing import Learner
 
 REPLIES = [" red", " green blue", " black", " red red"]
 ENV = EnvConfig(
@@ -35,6 +36,17 @@ ENV = EnvConfig(
 ROLLOUT = RolloutConfig(
     actors=2, concurrency=5, max_turn_tokens=6, env_retries=0, max_error_fraction=0.9
 )
+TIMES = {
+    "send",
+    "receive",
+    "verify",
+    "keep",
+    "swap",
+    "prove",
+    "canary",
+    "bytes",
+    "bytes_per_second",
+}
 TASKS = [Task(f"t{i}", i) for i in range(5)]
 
 
@@ -150,7 +162,7 @@ def test_weights_change_under_running_episodes(pool: RolloutPool, tiny_checkpoin
     broken = fakes.publish(policy, 1)
     broken.buckets[1].payload[3] ^= 1
     with pytest.raises(SyncError, match=r"version 1 refused: model\..*: its bytes are not those"):
-        pool.sync(broken)
+        pool.sync(Learner(broken))
     same, _ = pool.collect(pool.submit(TASKS, 3))
     assert ids(same) == ids(before) and pool.version is None
 
@@ -160,11 +172,12 @@ def test_weights_change_under_running_episodes(pool: RolloutPool, tiny_checkpoin
     slow = [replace(task, metadata={"delay": 0.1}) for task in TASKS]
     refs = pool.submit(slow, 3)
     time.sleep(0.35)
-    pool.sync(fakes.publish(policy, 2))
+    pool.sync(Learner(fakes.publish(policy, 2)))
     groups, _ = pool.collect(refs)
     spans = [set(t.versions[t.loss_mask].tolist()) for g in groups for t in g.trajectories]
     assert {0, 2} in spans and {2} in spans
     assert pool.version is not None and pool.version.number == 2
+    assert set(pool.times) == TIMES and all(value > 0 for value in pool.times.values())
 
     after, _ = pool.collect(pool.submit(TASKS, 3))
     fresh, _ = run_groups(
