@@ -167,6 +167,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "repeats": _ONE,
     },
     benchmarks.ParityBenchConfig: {"seed": _SEED, "lengths": _Range(2), "sampled": _ONE},
+    benchmarks.SyncBenchConfig: {"seed": _SEED, "bucket_mb": _ONE, "repeats": _ONE},
     benchmarks.LearningBenchConfig: {"seeds": _SEED, "steps": _ONE},
     benchmarks.OverlapBenchConfig: {
         "seeds": _SEED,

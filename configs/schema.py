@@ -151,6 +151,7 @@ class SyncConfig:
     """Weight publication."""
 
     in_flight: InFlight = "keep"  # with max_staleness: what running completions do (docs/vllm.md)
+    transport: Literal["auto", "objects", "collective", "ipc"] = "auto"  # docs/sync.md
     bucket_mb: int = 64
     canary_tokens: int = 64
     canary_tolerance: float | None = None  # largest log-prob difference accepted, nats

@@ -19,7 +19,7 @@ from ..configs.schema import TrainConfig
 from ..envs.registry import tasks
 from ..rl.actor import LearnerGroup
 from ..rl.types import UpdateResult
-from ..rollout.actor import RolloutPool
+from ..rollout.pool import RolloutPool
 from ..rollout.staleness import fresh, stale_tokens
 from ..rollout.types import Group, RolloutStats
 from . import checkpoints
@@ -145,14 +145,13 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
             record_routes=config.learner.replay == "rollout",
             chat=config.chat,
             in_flight=config.sync.in_flight,
-            publish=learner.publish,
             tell=display.line,
         )
         stack.callback(pool.close)
         if run.saved is not None:
             learner.load(run.saved.folder / "state")
             display.line(f"resumed {run.saved.folder}: {run.step} of {config.steps} steps done")
-        pool.sync(learner.publish())
+        pool.sync(learner)
     return Job(run, pool, learner, recorder, display)
 
 
@@ -175,7 +174,7 @@ def _loop(job: Job) -> Evaluation | None:
             try:
                 if not update.skipped:
                     with display.phase("sync"):
-                        job.pool.sync(job.learner.publish())
+                        job.pool.sync(job.learner)
             finally:  # weights that cannot be sent are saved all the same
                 _record(job, played, update)
         last = run.step == config.steps
@@ -346,6 +345,7 @@ def _record(job: Job, played: Played, result: UpdateResult) -> None:
             "train/update_skipped": int(result.skipped),
             **{f"rollout/{name}": value for name, value in asdict(stats).items()},
             **{f"learn/{name}": value for name, value in result.metrics.items()},
+            **{f"sync/{n}": value for n, value in job.pool.times.items() if not result.skipped},
             **{f"seconds/{name}": value for name, value in seconds.items()},
         },
     )

@@ -27,7 +27,7 @@ from farhorizon.policy.weights import (
     PolicyVersion,
     Publication,
     WeightManifest,
-    fill_buckets,
+    pack,
     policy_digest,
 )
 from farhorizon.rollout.types import Completion, FinishReason, GeneratorCounters, SamplingParams
@@ -150,15 +150,15 @@ def publish(
     """What a learner that holds ``policy`` would publish, within one process."""
     state = policy.state_dict()
     manifest = WeightManifest.of(state)
-    packed = list(fill_buckets(manifest, ((n, state[n]) for n in manifest.names), bucket_bytes))
-    digests = tuple(d for _, some in packed for d in some)
+    tensors = ((name, state[name]) for name in manifest.names)
+    buckets, digests = pack(manifest, tensors, bucket_bytes, lambda bucket: bucket)
     ids = torch.arange(24) % policy.config.vocab_size
     with torch.no_grad():
         out = policy(ids[None], rows=torch.arange(23), targets=ids[1:], temperature=temperature)
     return Publication(
         PolicyVersion(number, policy_digest(manifest, digests)),
         manifest,
-        tuple(bucket for bucket, _ in packed),
+        tuple(buckets),
         digests,
         ids.numpy(),
         out.logprobs.numpy(),

@@ -28,7 +28,7 @@ from farhorizon.launch import checkpoints
 from farhorizon.launch import evaluate as evaluate_command
 from farhorizon.launch.evaluate import evaluate, output_file, summarise
 from farhorizon.launch.origin import evaluation_defaults
-from farhorizon.rollout.actor import RolloutPool
+from farhorizon.rollout.pool import RolloutPool
 from farhorizon.rollout.types import Group, Segment, Trajectory
 
 EMPTY = np.zeros(0, np.float32), np.zeros(0, np.int32)

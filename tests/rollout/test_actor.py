@@ -22,14 +22,14 @@ from farhorizon.policy import Policy
 from farhorizon.policy.checkpoint import load_checkpoint
 from farhorizon.policy.tokenizer import ChatFormat
 from farhorizon.policy.value import VALUE_PREFIX, ValueHead, write_value_head
-from farhorizon.policy.weights import Publication
-from farhorizon.rollout.actor import RolloutPool, check_errors
 from farhorizon.rollout.episode import run_groups
 from farhorizon.rollout.generator import NativeGenerator
+from farhorizon.rollout.pool import RolloutPool, check_errors
 from farhorizon.rollout.sync import SyncError
 from farhorizon.rollout.types import Group, RolloutStats
 
 from .. import fakes
+from ..syncing import Learner
 
 REPLIES = [" red", " green blue", " black", " red red"]
 ENV = EnvConfig(
@@ -38,6 +38,17 @@ ENV = EnvConfig(
 ROLLOUT = RolloutConfig(
     actors=2, concurrency=5, max_turn_tokens=6, env_retries=0, max_error_fraction=0.9
 )
+TIMES = {
+    "send",
+    "receive",
+    "verify",
+    "keep",
+    "swap",
+    "prove",
+    "canary",
+    "bytes",
+    "bytes_per_second",
+}
 TASKS = [Task(f"t{i}", i) for i in range(5)]
 
 
@@ -172,18 +183,19 @@ def test_weights_change_under_running_episodes(pool: RolloutPool, tiny_checkpoin
     broken = fakes.publish(policy, 1)
     broken.buckets[1].payload[3] ^= 1
     with pytest.raises(SyncError, match=r"version 1 refused: model\..*: its bytes are not those"):
-        pool.sync(broken)
+        pool.sync(Learner(broken))
     same, _ = pool.collect(pool.submit(TASKS, 3))
     assert ids(same) == ids(before) and pool.version is None
 
     change(policy)
     refs = pool.submit(slow(0.1), 3)
     time.sleep(0.35)
-    pool.sync(fakes.publish(policy, 2))
+    pool.sync(Learner(fakes.publish(policy, 2)))
     groups, _ = pool.collect(refs)
     spans = [set(t.versions[t.loss_mask].tolist()) for g in groups for t in g.trajectories]
     assert {0, 2} in spans and {2} in spans
     assert pool.version is not None and pool.version.number == 2
+    assert set(pool.times) == TIMES and all(value > 0 for value in pool.times.values())
 
     after, _ = pool.collect(pool.submit(TASKS, 3))
     assert ids(after) == ids(on(policy, tiny_checkpoint)) != ids(before)
@@ -231,23 +243,17 @@ def test_an_actor_that_starts_again_has_the_weights_of_the_others(
     """Of two submissions in flight the first has ended; the second begins anew, on what was
     published since it began. One that dies in a sync is brought to the new weights at once."""
     policy = load_checkpoint(tiny_checkpoint).policy
-    published = [0]
-
-    def publish() -> Publication:
-        return fakes.publish(policy, published[-1])
-
-    pool = RolloutPool(
-        str(tiny_checkpoint), ENV, replace(ROLLOUT, actors=2), 128, seed=3, publish=publish
-    )
+    learner = Learner(fakes.publish(policy, 0))
+    pool = RolloutPool(str(tiny_checkpoint), ENV, replace(ROLLOUT, actors=2), 128, seed=3)
     try:
-        pool.sync(publish())
+        pool.sync(learner)
         early, late = pool.submit(TASKS[:2], 3), pool.submit(slow(), 3)
         ray.wait([part.ref for part in early], num_returns=2)
         change(policy)
-        published.append(1)
+        learner.publication = fakes.publish(policy, 1)
         os.kill(pool.process_ids[1], signal.SIGKILL)
-        pool.sync(publish())
-        assert pool.restarted == 1 and pool.version == publish().version
+        pool.sync(learner)
+        assert pool.restarted == 1 and pool.version == learner.publication.version
         groups, _ = pool.collect(early)
         assert ids(groups) == ids(here(tiny_checkpoint, 5)[:2])
         groups, _ = pool.collect(late)
@@ -266,14 +272,13 @@ def test_an_actor_never_plays_on_other_weights_than_it_should(
     ray_local: None, tiny_checkpoint: Path
 ) -> None:
     policy = load_checkpoint(tiny_checkpoint).policy
-    pool = RolloutPool(
-        *(str(tiny_checkpoint), ENV, replace(ROLLOUT, actors=1), 128, 3),
-        publish=lambda: fakes.publish(policy, 1),
-    )
+    pool = RolloutPool(str(tiny_checkpoint), ENV, replace(ROLLOUT, actors=1), 128, 3)
+    learner = Learner(fakes.publish(policy, 0))
     try:
-        pool.sync(fakes.publish(policy, 0))
+        pool.sync(learner)
+        learner.publication = fakes.publish(policy, 1)
         os.kill(pool.process_ids[0], signal.SIGKILL)
-        with pytest.raises(RunFailed, match=r"the learner's version 1 is not the version 0 that"):
+        with pytest.raises(RunFailed, match=r"weights of version 0 that it played with are not"):
             pool.collect(pool.submit(TASKS, 3))
     finally:
         pool.close()
