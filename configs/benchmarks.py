@@ -128,6 +128,18 @@ class ParityBenchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SyncBenchConfig:
+    """Weights from one process to another, beside plain transfers of as many bytes: two GPUs, one
+    that both share, or the CPU."""
+
+    policy: str = "1b"  # preset, folder or config.json: its sizes; weights are drawn
+    bucket_mb: tuple[int, ...] = (64, 256)  # each measured
+    repeats: int = 5  # behind each median
+    seed: int = 0
+    output: str | None = None  # file that gets a JSON line for each size of buckets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearningBenchConfig:
     """Every algorithm on the quickstart's task, from the starts of several seeds."""
 

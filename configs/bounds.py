@@ -55,7 +55,9 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "temperature": _ANY,
         "max_turn_tokens": _ONE,
         "max_turns": _ONE,
+        "keep_states": _ANY,
         "env_retries": _ANY,
+        "restarts": _ANY,
         "env_timeout_s": _Range(0, threading.TIMEOUT_MAX, open=True),
         "max_error_fraction": _SHARE,
     },
@@ -165,6 +167,7 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "repeats": _ONE,
     },
     benchmarks.ParityBenchConfig: {"seed": _SEED, "lengths": _Range(2), "sampled": _ONE},
+    benchmarks.SyncBenchConfig: {"seed": _SEED, "bucket_mb": _ONE, "repeats": _ONE},
     benchmarks.LearningBenchConfig: {"seeds": _SEED, "steps": _ONE},
     benchmarks.OverlapBenchConfig: {
         "seeds": _SEED,
@@ -191,6 +194,12 @@ _TABLE: dict[type, dict[str, _Range]] = {
         "drift": _SHARE,
         "steps": _Range(2),
         "seed": _SEED,
+    },
+    schema.ServeConfig: {
+        "port": _Range(1, 65535),
+        "context": _ONE,
+        "concurrency": _ONE,
+        "tensor_parallel": _ONE,
     },
     schema.PlanConfig: {
         "context": _ONE,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+InFlight = Literal["keep", "wait", "abort"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvConfig:
@@ -26,7 +28,7 @@ class ChatConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig:
-    """The engine of ``rollout.engine=vllm``."""
+    """The engine of ``rollout.engine=vllm``, and of ``farhorizon serve``."""
 
     memory: float = 0.9  # share of the GPU's memory for its weights, states and caches
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # its weights and what it computes in
@@ -46,9 +48,10 @@ class RolloutConfig:
     temperature: float = 1.0
     max_turn_tokens: int = 16
     max_turns: int = 64
-    keep_states: bool = False  # with max_staleness: new weights go on with states of old ones
+    keep_states: int = 0  # with max_staleness: new weights go on with states so many versions old
     env_retries: int = 1  # fresh tries of an episode whose environment failed
     env_timeout_s: float = 600.0  # a call into an environment that takes longer has failed
+    restarts: int = 2  # of actors whose processes ended, in a run; one more stops it
     max_error_fraction: float = 0.2  # more failed episodes than this in one step stop the run
 
 
@@ -148,6 +151,8 @@ class LearnerConfig:
 class SyncConfig:
     """Weight publication."""
 
+    in_flight: InFlight = "keep"  # with max_staleness: what running completions do (docs/vllm.md)
+    transport: Literal["auto", "objects", "collective", "ipc"] = "auto"  # docs/sync.md
     bucket_mb: int = 64
     canary_tokens: int = 64
     canary_tolerance: float | None = None  # largest log-prob difference accepted, nats
@@ -269,6 +274,22 @@ class PlayConfig:
     allow_longer_context: bool = False
     chat: ChatConfig = field(default_factory=ChatConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """An OpenAI server of a checkpoint, in the environment of launch/vllm-env.sh."""
+
+    host: str = "127.0.0.1"  # where it listens; 0.0.0.0 is everywhere, for everybody
+    port: int = 8000
+    name: str | None = None  # of the model in requests; None is that of the folder
+    context: int | None = None  # tokens per sequence; None is the checkpoint's trained context
+    allow_longer_context: bool = False
+    concurrency: int = 64  # sequences decoded together
+    tensor_parallel: int = 1  # GPUs that hold one copy of the weights together
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    flags: tuple[str, ...] = ()  # more for vllm serve, as they are
+    dry_run: bool = False  # print the command and start nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

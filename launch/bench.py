@@ -33,7 +33,7 @@ from ..envs.registry import tasks
 from ..policy.tokenizer import ChatFormat, load_tokenizer
 from ..rl.actor import LearnerGroup
 from ..rl.types import UpdateResult
-from ..rollout.actor import RolloutPool
+from ..rollout.pool import RolloutPool
 from ..rollout.types import Group
 from . import bench_task as task
 from .bench_task import Measurement
@@ -53,6 +53,7 @@ def bench_grpo(config: BenchConfig) -> int:
     check_unused("learner", config.learner, ["decay"], "its steps have one rate")
     check_unused("learner", config.learner, ["replay"], "a batch is one step on its own weights")
     check_unused("rollout", config.rollout, ["keep_states"], "weights change between rollouts")
+    check_unused("rollout", config.rollout, ["restarts"], "a step with one is not timed")
     if config.output is not None:
         check_writable(Path(config.output).absolute().parent)
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
@@ -100,8 +101,7 @@ def measure_ours(folder: Path, config: BenchConfig) -> Measurement:
         stack.callback(learner.close)
         pool = RolloutPool(checkpoint, env, config.rollout, _context(config), config.seed)
         stack.callback(pool.close)
-        published = learner.publish()
-        pool.sync(published)
+        pool.sync(learner)
         for step in range(config.steps + 1):
             batch = tasks(env.id, "train", step * task.GROUPS, task.GROUPS, config.seed)
             before = pool.version
@@ -110,20 +110,20 @@ def measure_ours(folder: Path, config: BenchConfig) -> Measurement:
             times.append(time.perf_counter())
             update = learner.update(groups)
             times.append(time.perf_counter())
-            published = learner.publish()
-            pool.sync(published)
+            pool.sync(learner)
             times.append(time.perf_counter())
             check_rollout(groups, config.rollout.max_turn_tokens, step)
             check_update(update, step)
             # The sync itself compares every tensor's digest and the scores of a canary.
-            if before is None or pool.version != published.version:
+            if before is None or pool.version is None or pool.version.number != learner.version:
                 raise RunFailed(f"bench step {step}: the actors do not have what was published")
-            if before.digest == published.version.digest:
+            if before.digest == pool.version.digest:
                 raise RunFailed(f"bench step {step}: the update changed no weight")
             if step > 0:
                 seconds.append(times[-1] - times[0])
                 parts.append((times[1] - times[0], times[2] - times[1], times[3] - times[2]))
-        weights = sum(math.prod(spec.shape) for spec in published.manifest.specs)
+        specs = learner.ask("announce").manifest.specs
+        weights = sum(math.prod(spec.shape) for spec in specs)
     means = [statistics.fmean(part) for part in zip(*parts, strict=True)]
     return Measurement(
         tuple(seconds),

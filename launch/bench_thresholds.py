@@ -144,9 +144,8 @@ def _train(name: str, file: Path, config: ThresholdBenchConfig) -> None:
             parts = [shares(part, 1, limit)[0] for part in deal(kept, config.minibatches)]
             row |= learner.update(parts, algorithm.loss).metrics
         if step % config.lag == 0:
-            with generator.exclusive():
+            with generator.updating(learner.version):
                 sampler.load_state_dict(start.policy.state_dict())
-                generator.version = learner.version
         rows.append(finite(row))
         write_whole(file, "".join(map(json_line, rows)))
         if step % 10 == 0 or step == config.steps:

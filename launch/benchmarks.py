@@ -20,6 +20,7 @@ BENCHMARKS: dict[str, tuple[str, type]] = {
     "parity": ("bench_parity", settings.ParityBenchConfig),
     "routing": ("bench_routing", settings.RoutingBenchConfig),
     "step": ("bench_step", settings.StepBenchConfig),
+    "sync": ("bench_sync", settings.SyncBenchConfig),
     "thresholds": ("bench_thresholds", settings.ThresholdBenchConfig),
 }
 

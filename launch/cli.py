@@ -114,6 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("eval", help="success on held-out tasks, with its interval")
     command.add_argument("path", metavar="PATH", help="run folder or checkpoint folder")
     _add_overrides(command)
+    command = commands.add_parser("serve", help="an OpenAI server of vLLM on a checkpoint")
+    command.add_argument("path", metavar="PATH", help="run folder or checkpoint folder")
+    _add_overrides(command)
     command = commands.add_parser("play", help="print one episode turn by turn")
     command.add_argument("env", metavar="ENV", help="environment id")
     command.add_argument("--policy", help="checkpoint or run folder; default: the env's expert")
@@ -196,6 +199,16 @@ def _eval(arguments: argparse.Namespace) -> int:
     return evaluate(arguments.path, arguments.overrides)
 
 
+def _serve(arguments: argparse.Namespace) -> int:
+    from ..configs.load import override_config
+    from ..configs.schema import ServeConfig
+
+    config = override_config(ServeConfig(), arguments.overrides)
+    from .serve import serve
+
+    return serve(arguments.path, config)
+
+
 def _play(arguments: argparse.Namespace) -> int:
     from ..configs.load import load_config
     from ..configs.schema import PlayConfig
@@ -235,6 +248,7 @@ _COMMANDS = {
     "sft": _sft,
     "train": _train,
     "eval": _eval,
+    "serve": _serve,
     "play": _play,
     "bench": _bench,
     "plan": _plan,

@@ -19,7 +19,7 @@ from ..configs.schema import EnvConfig, EvalConfig
 from ..envs.registry import resolve_plugins, tasks
 from ..policy.records import ChatRecord, StageRecord, check_context, read_config, read_stage
 from ..policy.tokenizer import chat_of, load_tokenizer
-from ..rollout.actor import RolloutPool
+from ..rollout.pool import RolloutPool
 from ..rollout.types import Group
 from .cluster import check_gpus, cluster
 from .files import write_whole

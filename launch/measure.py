@@ -223,7 +223,7 @@ def origin(bench: str) -> dict[str, Any]:
     return {
         "benchmark": bench,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "versions": versions(),
     }
 

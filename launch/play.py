@@ -24,7 +24,7 @@ from .together import check_native, check_unused
 TRAINED, GIVEN = ">", " "
 UNUSED = (
     *("engine", "actors", "threads", "gpus", "concurrency", "keep_states"),
-    "max_error_fraction",
+    *("restarts", "max_error_fraction"),
 )
 
 

@@ -23,6 +23,7 @@ LOOSE_TOLERANCE = 0.5
 def check_together(config: TrainConfig) -> None:
     """UserError for settings that exclude each other, or that others leave without effect."""
     _check_engine(config)
+    _check_transport(config)
     algorithm = make_algorithm(config.algorithm)
     name, learner, rounds = config.algorithm.name, config.learner, config.algorithm.extra_rounds
     if config.group_size < 2:
@@ -35,6 +36,7 @@ def check_together(config: TrainConfig) -> None:
         check_unused("algorithm", config.algorithm, ["length_reward"], reason)
     if config.max_staleness == 0:
         check_unused("rollout", config.rollout, ["keep_states"], "needs max_staleness")
+        check_unused("sync", config.sync, ["in_flight"], "needs max_staleness")
     everywhere = [n for n, teacher in enumerate(config.teachers) if not teacher.kinds]
     if rounds and everywhere:
         raise UserError(
@@ -127,6 +129,26 @@ def _check_engine(config: TrainConfig) -> None:
             f"{config.context} with rollout.engine=vllm, which takes no longer sequence"
         )
     check_engine(config.rollout, config.ray_address)
+
+
+def _check_transport(config: TrainConfig) -> None:
+    """What the settings exclude; where processes land is looked at when they have."""
+    rollout, learner, wanted = config.rollout, config.learner, config.sync.transport
+    shares = (learner.gpus, rollout.gpus)
+    if wanted == "collective" and any(shares) and min(shares) < 1:
+        raise UserError(
+            f"sync.transport=collective needs a whole GPU on both sides, or none, and learner.gpus="
+            f"{learner.gpus:g} and rollout.gpus={rollout.gpus:g}: set sync.transport=auto"
+        )
+    if wanted != "ipc":
+        return
+    used = learner.gpus * learner.ranks + rollout.gpus * rollout.actors
+    if not all(shares) or used > 1 + 1e-9:
+        raise UserError(
+            "sync.transport=ipc needs learner and rollout on one GPU: set learner.gpus and "
+            "rollout.gpus to shares that add up to 1 over all ranks and actors, or "
+            "sync.transport=auto"
+        )
 
 
 def check_unused(section: str, given: Any, names: Sequence[str], reason: str) -> None:

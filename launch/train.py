@@ -19,7 +19,7 @@ from ..configs.schema import TrainConfig
 from ..envs.registry import tasks
 from ..rl.actor import LearnerGroup
 from ..rl.types import UpdateResult
-from ..rollout.actor import RolloutPool
+from ..rollout.pool import RolloutPool
 from ..rollout.staleness import fresh, stale_tokens
 from ..rollout.types import Group, RolloutStats
 from . import checkpoints
@@ -144,12 +144,14 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
             config.seed,
             record_routes=config.learner.replay == "rollout",
             chat=config.chat,
+            in_flight=config.sync.in_flight,
+            tell=display.line,
         )
         stack.callback(pool.close)
         if run.saved is not None:
             learner.load(run.saved.folder / "state")
             display.line(f"resumed {run.saved.folder}: {run.step} of {config.steps} steps done")
-        pool.sync(learner.publish())
+        pool.sync(learner)
     return Job(run, pool, learner, recorder, display)
 
 
@@ -172,7 +174,7 @@ def _loop(job: Job) -> Evaluation | None:
             try:
                 if not update.skipped:
                     with display.phase("sync"):
-                        job.pool.sync(job.learner.publish())
+                        job.pool.sync(job.learner)
             finally:  # weights that cannot be sent are saved all the same
                 _record(job, played, update)
         last = run.step == config.steps
@@ -339,9 +341,11 @@ def _record(job: Job, played: Played, result: UpdateResult) -> None:
             "train/tokens": tokens,
             "train/tokens_per_second": tokens / max(total, 1e-9),
             "train/version": result.version,
+            "train/actors_restarted": job.pool.restarted,
             "train/update_skipped": int(result.skipped),
             **{f"rollout/{name}": value for name, value in asdict(stats).items()},
             **{f"learn/{name}": value for name, value in result.metrics.items()},
+            **{f"sync/{n}": value for n, value in job.pool.times.items() if not result.skipped},
             **{f"seconds/{name}": value for name, value in seconds.items()},
         },
     )
@@ -385,4 +389,5 @@ def _save(job: Job) -> Path:
     with job.display.phase("save"):
         folder = checkpoints.save(run.folder, run.state, write, run.config.keep)
     run.saved = Found(folder, run.state)
+    job.pool.checkpoint = str(folder)
     return folder

@@ -3,13 +3,14 @@
 A published set is every parameter and every persistent buffer of a policy in one fixed order
 (the manifest). Payloads are raw bytes, so that no dtype is ever rounded on the way, and each
 tensor has a digest of those bytes which the receiver recomputes from the tensors it then serves.
+Nothing of this moves a tensor to another device.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.digest import digests, lanes, texts
+
 THRESHOLD = ".e_score_correction_bias"  # how names of routing thresholds end
+ALIGNED = 16  # bytes: where tensors of a bucket begin, whatever their dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,11 @@ class TensorSpec:
         """The specification of a tensor."""
         return cls(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
+    def fits(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor is as specified."""
+        shaped = tuple(tensor.shape) == self.shape and tensor.dtype == self.torch_dtype
+        return name == self.name and shaped
+
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch names it."""
@@ -41,7 +50,7 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Size of the payload."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.torch_dtype.itemsize
+        return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,28 +130,39 @@ class ThresholdVersion:
     def of(cls, number: int, tensors: Mapping[str, Tensor]) -> ThresholdVersion:
         """The version of the thresholds among ``tensors``, by name."""
         names = sorted(name for name in tensors if name.endswith(THRESHOLD))
-        return cls(number, tuple((name, digest(tensors[name])) for name in names))
+        found = digests([tensors[name] for name in names])
+        return cls(number, tuple(zip(names, found, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Consecutive tensors of a manifest: ``first`` is the index of the first, ``payload`` uint8
-    their bytes end to end without gaps, ``count`` how many whole tensors those are."""
+    """Consecutive tensors of a manifest: ``first`` is the index of the first, ``count`` how many
+    those are, ``payload`` uint8 [N] their bytes, each tensor from a multiple of `ALIGNED` on."""
 
     first: int
     count: int
-    payload: np.ndarray
+    payload: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What is said of a publication before its tensors are given: the number of its version, their
+    manifest, and how many publications this is."""
+
+    number: int
+    manifest: WeightManifest
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
     """All a receiver needs to take over a version and to prove that it did.
 
-    ``buckets`` are Ray references to (or, within one process, instances of) `Bucket` in manifest
-    order; ``digests`` are one per tensor of the manifest. The canary is a sequence of token ids
-    (int64 [n]) with the learner's log-probs of tokens 1..n-1 (fp32 [n - 1]) at ``temperature``;
-    the receiver must reproduce them within ``tolerance`` nats. ``thresholds`` are what the learner
-    routes with.
+    ``buckets`` are what stands for each `Bucket` in manifest order; ``digests`` are one per tensor
+    of the manifest. The canary is a sequence of token ids (int64 [n]) with the learner's log-probs
+    of tokens 1..n-1 (fp32 [n - 1]) at ``temperature``; the receiver must reproduce them within
+    ``tolerance`` nats. ``thresholds`` are what the learner routes with. ``seconds`` is what it took
+    to gather, digest and give the tensors.
     """
 
     version: PolicyVersion
@@ -154,6 +174,13 @@ class Publication:
     temperature: float
     tolerance: float
     thresholds: ThresholdVersion = ThresholdVersion(0, ())
+    turn: int = 0
+    seconds: float = 0.0
+
+    @property
+    def announced(self) -> Announcement:
+        """What is said of it before."""
+        return Announcement(self.version.number, self.manifest, self.turn)
 
 
 def tensor_bytes(tensor: Tensor) -> np.ndarray:
@@ -163,26 +190,9 @@ def tensor_bytes(tensor: Tensor) -> np.ndarray:
 
 
 def digest(tensor: Tensor) -> str:
-    """Hex digest (128-bit blake2b) of a tensor's bytes; -0.0 and 0.0 differ, as do NaNs."""
-    return _digest_of(tensor_bytes(tensor))
-
-
-def digests(tensors: Sequence[Tensor]) -> list[str]:
-    """`digest` of each, on as many threads as torch may use."""
-    return _spread(digest, tensors)
-
-
-def _digest_of(payload: np.ndarray) -> str:
-    return hashlib.blake2b(payload.data, digest_size=16).hexdigest()
-
-
-def _spread(work: Callable[[Any], str], items: Sequence[Any]) -> list[str]:
-    """A function of each, which lets go of the interpreter: as hashing long bytes does."""
-    threads = torch.get_num_threads()
-    if threads == 1 or len(items) < 2:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, items))
+    """The digest of a tensor's bytes, wherever it lies; -0.0 and 0.0 differ, as do NaNs."""
+    (found,) = digests([tensor])
+    return found
 
 
 def policy_digest(manifest: WeightManifest, digests: Iterable[str]) -> str:
@@ -193,62 +203,95 @@ def policy_digest(manifest: WeightManifest, digests: Iterable[str]) -> str:
     return total.hexdigest()
 
 
-def fill_buckets(
-    manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int
-) -> Iterator[tuple[Bucket, tuple[str, ...]]]:
-    """Pack tensors, given in manifest order, into buckets of at most ``bucket_bytes`` each.
+def layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
+    """Where each tensor of a bucket begins, in bytes, and how many bytes the bucket has."""
+    starts: list[int] = []
+    end = 0
+    for spec in specs:
+        starts.append(end)
+        end += _padded(spec)
+    return starts, end
 
-    Yields each bucket with the digests of its tensors. A tensor larger than a bucket gets one of
-    its own. Raises ValueError naming the tensor where order, shape or dtype differ from the
-    manifest, or one is missing.
+
+def views(specs: Sequence[TensorSpec], payload: Tensor) -> dict[str, Tensor]:
+    """The tensors of a payload by name, in its own memory."""
+    found: dict[str, Tensor] = {}
+    for spec, start in zip(specs, layout(specs)[0], strict=True):
+        flat = payload[start : start + spec.nbytes].view(spec.torch_dtype)
+        found[spec.name] = flat.view(spec.shape)
+    return found
+
+
+def pack(
+    manifest: WeightManifest,
+    tensors: Iterable[tuple[str, Tensor]],
+    bucket_bytes: int,
+    give: Callable[[Bucket], Any],
+) -> tuple[list[Any], tuple[str, ...]]:
+    """Pack tensors, given in manifest order, into buckets of at most ``bucket_bytes`` each, on the
+    device where they are; what ``give`` made of each, and the digests of the packed tensors.
+
+    A tensor larger than a bucket gets one of its own. Raises ValueError naming the tensor where
+    order, shape or dtype differ from the manifest, or one is missing.
     """
     incoming = iter(tensors)
+    given: list[Any] = []
+    found: list[Tensor] = []
     index = 0
     while index < len(manifest.specs):
         count = _bucket_length(manifest, index, bucket_bytes)
         specs = manifest.specs[index : index + count]
-        payload = np.empty(sum(spec.nbytes for spec in specs), np.uint8)
-        parts: list[np.ndarray] = []
-        offset = 0
-        for spec in specs:
-            name, tensor = next(incoming, ("", torch.empty(0)))
-            if TensorSpec.of(name, tensor) != spec:
-                found = f"{name} {tensor.dtype} {list(tensor.shape)}" if name else "the end"
-                raise ValueError(f"weights: expected {spec.name} next, found {found}")
-            parts.append(payload[offset : offset + spec.nbytes])
-            parts[-1][:] = tensor_bytes(tensor)
-            offset += spec.nbytes
-        yield Bucket(index, count, payload), tuple(_spread(_digest_of, parts))
+        payload = _packed(specs, incoming)
+        found.append(lanes([*views(specs, payload).values()]))
+        given.append(give(Bucket(index, count, payload)))
         index += count
     extra = next(incoming, None)
     if extra is not None:
         raise ValueError(f"weights: {extra[0]} is not in the manifest")
+    # The first that waits for the device.
+    return given, tuple(text for some in found for text in texts(some))
 
 
-def read_bucket(manifest: WeightManifest, bucket: Bucket) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """The tensors of a bucket with their specifications; copies, safe to keep and to write to.
+def _packed(specs: Sequence[TensorSpec], incoming: Iterator[tuple[str, Tensor]]) -> Tensor:
+    """The payload of one bucket."""
+    starts, size = layout(specs)
+    payload = torch.empty(0, dtype=torch.uint8)
+    for spec, start in zip(specs, starts, strict=True):
+        name, tensor = next(incoming, ("", torch.empty(0)))
+        if not spec.fits(name, tensor):
+            found = f"{name} {tensor.dtype} {list(tensor.shape)}" if name else "the end"
+            raise ValueError(f"weights: expected {spec.name} next, found {found}")
+        if start == 0:
+            payload = torch.empty(size, dtype=torch.uint8, device=tensor.device)
+        end, gap = start + spec.nbytes, -spec.nbytes % ALIGNED
+        payload[start:end].view(spec.torch_dtype).view(spec.shape).copy_(tensor.detach())
+        if gap:
+            payload[end : end + gap].zero_()
+    return payload
+
+
+def read_bucket(manifest: WeightManifest, bucket: Bucket) -> dict[str, Tensor]:
+    """The tensors of a bucket by name, in the memory of its payload.
 
     Raises ValueError when the payload does not have the size that the manifest says.
     """
     specs = manifest.specs[bucket.first : bucket.first + bucket.count]
-    if len(specs) != bucket.count or sum(spec.nbytes for spec in specs) != bucket.payload.nbytes:
+    if len(specs) != bucket.count or layout(specs)[1] != bucket.payload.numel():
         named = specs[0].name if specs else f"tensor {bucket.first}"
         raise ValueError(f"weights: the bucket that starts with {named} does not fit the manifest")
-    offset = 0
-    for spec in specs:
-        # A copy: payloads from Ray are read-only and may start at any byte, whatever the dtype.
-        tensor = torch.empty(spec.shape, dtype=spec.torch_dtype)
-        tensor_bytes(tensor)[:] = bucket.payload[offset : offset + spec.nbytes]
-        yield spec, tensor
-        offset += spec.nbytes
+    return views(specs, bucket.payload)
 
 
 def _bucket_length(manifest: WeightManifest, first: int, bucket_bytes: int) -> int:
     """How many tensors from ``first`` on fit one bucket, at least one."""
     total, count = 0, 0
     for spec in manifest.specs[first:]:
-        total += spec.nbytes
+        total += _padded(spec)
         if count and total > bucket_bytes:
             break
         count += 1
     return count
+
+
+def _padded(spec: TensorSpec) -> int:
+    return -(-spec.nbytes // ALIGNED) * ALIGNED

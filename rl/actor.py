@@ -20,10 +20,11 @@ from ..configs.errors import RunFailed, UserError, last_line, written
 from ..configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig, TeacherConfig
 from ..policy.checkpoint import load_checkpoint, save_checkpoint
 from ..policy.config import PolicyConfig
+from ..policy.links import Meeting, Place
 from ..policy.model import Policy
 from ..policy.records import StageRecord
 from ..policy.value import ValueHead
-from ..policy.weights import Publication
+from ..policy.weights import Announcement, Publication
 from ..rollout.types import Group
 from . import batch, losses, resume
 from .algorithms import Flat, make_algorithm
@@ -33,7 +34,7 @@ from .learner import Learner
 from .memory import enough_memory
 from .objective import LossFunction, Objective
 from .penalties import Pull
-from .publish import publish
+from .publish import Publisher
 from .reference import Reference
 from .replay import share_recorded
 from .teachers import Distillation, Teachers, teaches
@@ -91,6 +92,7 @@ class LearnerActor:
                 copies = {folder: _copy(folder, vision, device) for folder in folders}
                 taught = Teachers(teachers[0], copies, teachers[1], temperature)
             self.learner = Learner(policy, self.config, temperature, kept, taught)
+        self.publisher = Publisher(self.learner, self.seed, policy.config.vocab_size, ray.put)
 
     def update(
         self, steps: Sequence[Share], loss: LossFunction, decoupled: bool, critic: Critic | None
@@ -106,9 +108,22 @@ class LearnerActor:
         """Set the learning rate that follows warm-up."""
         self.learner.engine.lr = lr
 
+    def place(self) -> Place:
+        """Where this rank runs."""
+        return Place.here(ray.util.get_node_ip_address(), self.config.gpus > 0)
+
+    def connect(self, transport: str, host: str, readers: int) -> Meeting | None:
+        """As `Publisher.connect`, and the other calls of a sync."""
+        return self.publisher.connect(transport, host, readers)
+
+    def announce(self) -> Announcement:
+        return self.publisher.announce()
+
     def publish(self, config: SyncConfig) -> Publication | None:
-        """The current version, with its buckets in the object store."""
-        return publish(self.learner, config, self.seed, self.policy_config.vocab_size, ray.put)
+        return self.publisher.publish(config)
+
+    def release(self) -> None:
+        self.publisher.release()
 
     def save_policy(self, folder: str, stage: StageRecord) -> None:
         """Write a checkpoint folder."""
@@ -238,9 +253,19 @@ class LearnerGroup:
         """Set the learning rate that follows warm-up."""
         self._call("set_lr", lr)
 
-    def publish(self) -> Publication:
-        """The current version for `RolloutPool.sync`."""
-        return self._call("publish", self.sync_config)[0]
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What rank 0 answers to a call that is no collective."""
+        self.ready()
+        return self._results([getattr(self.actors[0], method).remote(*arguments)])[0]
+
+    def start_publishing(self) -> list[ray.ObjectRef]:
+        """Let every rank give its part of the current version; returns at once."""
+        self.ready()
+        return [actor.publish.remote(self.sync_config) for actor in self.actors]
+
+    def published(self, refs: Sequence[ray.ObjectRef]) -> Publication:
+        """What came of `start_publishing`, for those who take the version over."""
+        return self._results(list(refs))[0]
 
     def save_policy(self, folder: str | Path, stage: StageRecord) -> None:
         """Write the policy as a checkpoint folder."""

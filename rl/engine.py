@@ -74,7 +74,8 @@ def join(rank: int, world_size: int, rendezvous: str, device: str, local_rank: i
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
     os.environ["DS_ACCELERATOR"] = device
     if not rendezvous.startswith("tcp://"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", _loopback())
     backend = "nccl" if device == "cuda" else "gloo"
     if rendezvous:
         dist.init_process_group(

@@ -1,30 +1,27 @@
-"""Ray shell of the rollout: actors that play episodes, and the driver's view of them."""
+"""Ray shell of the rollout: actors that play episodes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
-from itertools import chain, zip_longest
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError, RayTaskError
 
-from ..configs.errors import RunFailed, UserError, last_line
-from ..configs.schema import ChatConfig, EnvConfig, RolloutConfig
-from ..envs.registry import make_config, resolve_plugins
+from ..configs.schema import ChatConfig, EnvConfig, InFlight, RolloutConfig
+from ..envs.registry import make_config
 from ..envs.types import Task
-from ..policy.weights import Bucket, PolicyVersion, Publication
+from ..policy.links import Meeting, Place, Receiver
+from ..policy.weights import Announcement, Publication
 from .calls import EnvCalls
 from .engines import build
 from .episode import run_groups
 from .sync import WeightReceiver
 from .types import Group, RolloutStats
-
-_ACTOR_CPUS = 0.01  # threads are bounded by the config; any number of actors fits a laptop
 
 
 class RolloutActor:
@@ -43,8 +40,10 @@ class RolloutActor:
         visible_context: int | None = None,
         record_routes: bool = False,
         chat: ChatConfig | None = None,
+        in_flight: InFlight = "keep",
     ) -> None:
         self._wanted = chat or ChatConfig()
+        self._in_flight: InFlight = in_flight
         self._checkpoint, self._env, self._config = checkpoint, env, rollout
         self._context, self._seed, self._visible = context, seed, visible_context
         self._record_routes = record_routes
@@ -67,6 +66,7 @@ class RolloutActor:
             self._wanted,
             images=env.shows_images,
             record_routes=self._record_routes,
+            in_flight=self._in_flight,
         )
         self._generator, self._chat = built.generator, built.chat
         self._receiver = WeightReceiver(built.holder)
@@ -91,129 +91,55 @@ class RolloutActor:
         )
 
     @ray.method(concurrency_group="sync")
-    def begin_update(self, publication: Publication) -> None:
+    def ping(self) -> None:
+        """Answer, also while episodes are played."""
+
+    @ray.method(concurrency_group="sync")
+    def place(self) -> Place:
+        """Where this actor runs."""
+        return Place.here(ray.util.get_node_ip_address(), self._config.gpus > 0)
+
+    @ray.method(concurrency_group="sync")
+    def connect(self, number: int, meeting: Meeting | None) -> None:
+        """Be the reader of that number, in the group that meets there."""
+        self._number = number
+        self._link = None if meeting is None else Receiver(meeting, number + 1)
+
+    @ray.method(concurrency_group="sync")
+    def begin_update(self, announced: Announcement) -> None:
         """Compare what is announced with what this policy has."""
-        self._receiver.begin(publication)
+        self._receiver.begin(announced)
 
     @ray.method(concurrency_group="sync")
-    def load_bucket(self, bucket: Bucket) -> None:
-        """Take in one bucket."""
-        self._receiver.load(bucket)
+    def take_buckets(self, given: Sequence[Any]) -> float:
+        """Take in buckets, given by what stands for each; the seconds it took."""
+        began = time.perf_counter()
+        for one in given:
+            parcel = ray.get(one) if isinstance(one, ray.ObjectRef) else one
+            self._receiver.load(parcel.open(self._number))
+        return time.perf_counter() - began
 
     @ray.method(concurrency_group="sync")
-    def verify_update(self) -> None:
+    def receive_buckets(self, announced: Announcement) -> float:
+        """Take in buckets as the learner sends them; the seconds from the first to the last."""
+        assert self._link is not None
+        began = 0.0
+        device = "cuda" if self._config.gpus > 0 else "cpu"
+        with closing(self._link.receive(announced, device)) as coming:
+            for bucket in coming:
+                began = began or time.perf_counter()
+                self._receiver.load(bucket)
+        return time.perf_counter() - began
+
+    @ray.method(concurrency_group="sync")
+    def verify_update(self, publication: Publication) -> None:
         """Check completeness and digests of what came in."""
-        self._receiver.verify()
+        self._receiver.verify(publication)
 
     @ray.method(concurrency_group="sync")
-    def finish_update(self) -> PolicyVersion:
-        """Swap between two decode steps, and prove it."""
-        with self._generator.exclusive():
-            version = self._receiver.commit()
-            self._generator.version = version.number
-        return version
-
-
-class RolloutPool:
-    """All rollout actors of a run, used from the driver.
-
-    Raises the user's mistakes (checkpoint, environment) and `SyncError` as they were raised in
-    the actor, without Ray's wrapping.
-    """
-
-    def __init__(
-        self,
-        checkpoint: str,
-        env: EnvConfig,
-        rollout: RolloutConfig,
-        context: int,
-        seed: int,
-        visible_context: int | None = None,
-        record_routes: bool = False,
-        chat: ChatConfig | None = None,
-    ) -> None:
-        self._max_error_fraction = rollout.max_error_fraction
-        threads = {"OMP_NUM_THREADS": str(rollout.threads)} if rollout.threads > 0 else {}
-        actor: Any = ray.remote(  # type: ignore[call-overload]
-            num_cpus=_ACTOR_CPUS,
-            num_gpus=rollout.gpus,
-            concurrency_groups={"sync": 1},
-            scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": threads},
-        )(RolloutActor)
-        own = (checkpoint, resolve_plugins(env), rollout, context, seed)
-        how = (visible_context, record_routes, chat)
-        self.actors: list[Any] = [actor.remote(*own, *how) for _ in range(rollout.actors)]
-        self.version: PolicyVersion | None = None  # None: as in the checkpoint
-        try:
-            self.process_ids: list[int] = _get([a.load.remote() for a in self.actors])
-        except BaseException:
-            self.close()
-            raise
-
-    def submit(
-        self, tasks: Sequence[Task], group_size: int, greedy: bool = False
-    ) -> list[ray.ObjectRef]:
-        """Start episodes, tasks dealt out in turn; an actor plays its submissions in order."""
-        count = len(self.actors)
-        return [
-            actor.run.remote(list(tasks[i::count]), group_size, greedy)
-            for i, actor in enumerate(self.actors)
-            if i < len(tasks)
-        ]
-
-    def collect(self, refs: Sequence[ray.ObjectRef]) -> tuple[list[Group], RolloutStats]:
-        """Wait for one submission; its groups in the order of the tasks.
-
-        Raises RunFailed if more than ``rollout.max_error_fraction`` of the episodes failed.
-        """
-        parts: list[tuple[list[Group], RolloutStats]] = _get(list(refs))
-        dealt = chain.from_iterable(zip_longest(*(groups for groups, _ in parts)))
-        groups = [group for group in dealt if group is not None]
-        stats = RolloutStats.merge(stats for _, stats in parts)
-        check_errors(groups, stats, self._max_error_fraction)
-        return groups, stats
-
-    def sync(self, publication: Publication) -> None:
-        """Bring every actor to a published version, between decode steps of what they play.
-
-        Nobody swaps before all have verified all tensors.
-        """
-        announced = replace(publication, buckets=())
-        _get([a.begin_update.remote(announced) for a in self.actors])
-        for bucket in publication.buckets:
-            _get([a.load_bucket.remote(bucket) for a in self.actors])
-        _get([a.verify_update.remote() for a in self.actors])
-        _get([a.finish_update.remote() for a in self.actors])
-        self.version = publication.version
-
-    def close(self) -> None:
-        """End the actors."""
-        for actor in self.actors:
-            ray.kill(actor)
-        self.actors = []
-
-
-def check_errors(groups: Sequence[Group], stats: RolloutStats, limit: float) -> None:
-    """RunFailed when a larger share than ``limit`` of the episodes ended in an error."""
-    if stats.errors > limit * stats.episodes:
-        errors = (t.error for g in groups for t in g.trajectories if t.error is not None)
-        raise RunFailed(
-            f"{stats.errors} of {stats.episodes} episodes failed, more than "
-            f"rollout.max_error_fraction={limit}; the first with "
-            f"{next(errors, 'no text').splitlines()[0]}"
-        )
-
-
-def _get(refs: list[ray.ObjectRef]) -> list[Any]:
-    try:
-        return ray.get(refs)
-    except RayTaskError as error:
-        if isinstance(error.cause, UserError | RunFailed):
-            raise error.cause from None
-        raise  # whose text is the actor's own traceback
-    except RayError as error:
-        raise RunFailed(
-            "a rollout actor ended while it worked: it was killed, ran out of memory, or its "
-            f"environment ended the process ({last_line(error)})"
-        ) from error
+    def finish_update(self, number: int) -> Mapping[str, float]:
+        """Swap between two decode steps to the version of that number, and prove it; what each
+        part of the update took."""
+        with self._generator.updating(number):
+            self._receiver.commit()
+        return self._receiver.seconds

@@ -15,7 +15,7 @@ from ..configs.errors import RunFailed, UserError
 from ..policy import Policy, PolicyConfig
 from ..policy.shards import Shards, read_bits, stored_manifest
 from ..policy.stored import stored_parts
-from ..policy.weights import Publication, WeightManifest
+from ..policy.weights import Publication, WeightManifest, layout, views
 
 Stored = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -40,7 +40,8 @@ class WeightEngine(Protocol):
 
 
 class EngineWeights:
-    """`Holder` of an engine. What it serves is kept on the host, to go back to.
+    """`Holder` of an engine. What it serves is kept on the host, to go back to: copied there, where
+    it comes on a GPU, before it is served.
 
     ``manifest`` is that of publications, whose tensors ``stored`` renames and divides.
     """
@@ -50,15 +51,34 @@ class EngineWeights:
     ) -> None:
         self._engine, self._folder, self._stored = engine, folder, stored
         self._manifest = manifest
-        self._held: dict[str, Tensor] | None = None  # None: what the files of the folder have
+        self._held: Mapping[str, Tensor] | None = None  # None: what the folder's files have
+        self._next: Mapping[str, Tensor] = {}
+        self._memory: list[Tensor] = []  # pinned, of the next set, and of that which is served
         self._loaded: dict[str, Tensor] = {}
 
     @property
     def manifest(self) -> WeightManifest:
         return self._manifest
 
+    def prepare(self, weights: Mapping[str, Tensor]) -> None:
+        device = next((t.device for t in weights.values() if t.is_cuda), None)
+        if device is None:
+            self._next = dict(weights)
+            return
+        specs = self._manifest.specs
+        if not self._memory:
+            size = layout(specs)[1]
+            self._memory = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._next = views(specs, self._memory[0])
+        aside = torch.cuda.Stream(device)  # sampling goes on meanwhile
+        aside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(aside):
+            for name, kept in self._next.items():
+                kept.copy_(weights[name], non_blocking=True)
+        aside.synchronize()
+
     @contextmanager
-    def serving(self, weights: dict[str, Tensor]) -> Iterator[None]:
+    def serving(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         self._loaded = self._stored(weights)
         try:
             self._engine.load(self._loaded)
@@ -66,7 +86,10 @@ class EngineWeights:
         except BaseException:
             self._go_back()
             raise
-        self._held = self._loaded
+        finally:
+            self._loaded = {}  # perhaps memory of the learner
+        self._held = self._next
+        self._memory.reverse()
 
     def difference(self, publication: Publication) -> str | None:
         return self._engine.difference(self._loaded)
@@ -76,8 +99,7 @@ class EngineWeights:
 
     def _go_back(self) -> None:
         """Serve what was served before; RunFailed unless that is proven."""
-        self._loaded = {}
-        old = read_stored(self._folder) if self._held is None else self._held
+        old = read_stored(self._folder) if self._held is None else self._stored(self._held)
         self._engine.load(old)
         lost = self._engine.difference(old)
         if lost is not None:

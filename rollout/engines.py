@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ..configs.errors import UserError
-from ..configs.schema import ChatConfig, RolloutConfig
+from ..configs.schema import ChatConfig, InFlight, RolloutConfig
 from ..policy.checkpoint import load_checkpoint
 from ..policy.records import read_config, read_stage
 from ..policy.tokenizer import ChatFormat, chat_of, load_tokenizer
@@ -38,10 +38,11 @@ def build(
     *,
     images: bool = False,
     record_routes: bool = False,
+    in_flight: InFlight = "keep",
 ) -> Built:
     """Load the checkpoint into the engine. UserError for what that engine cannot do."""
     if rollout.engine == "native":
-        return _native(checkpoint, rollout, seed, chat, images, record_routes)
+        return _native(checkpoint, rollout, seed, chat, images, record_routes, in_flight)
     for wanted, name in ((images, "images"), (record_routes, "routes")):
         if wanted:
             raise UserError(f"rollout.engine=vllm has no {name}; use rollout.engine=native")
@@ -56,7 +57,8 @@ def build(
         eager=rollout.vllm.eager,
     )
     holder = policy_weights(engine, folder, read_config(folder))
-    return Built(RequestGenerator(engine, seed, rollout.keep_states), holder, spoken)
+    generator = RequestGenerator(engine, seed, rollout.keep_states, in_flight)
+    return Built(generator, holder, spoken)
 
 
 def _native(
@@ -66,6 +68,7 @@ def _native(
     chat: ChatConfig,
     images: bool,
     record_routes: bool,
+    in_flight: InFlight,
 ) -> Built:
     loaded = load_checkpoint(checkpoint, vision=images)
     policy = loaded.policy
@@ -76,6 +79,10 @@ def _native(
     if images and policy.config.image_rules is not None:
         spoken = spoken.seeing(policy.config.image_rules)
     generator = NativeGenerator(
-        policy, seed, keep_states=rollout.keep_states, record_routes=record_routes
+        policy,
+        seed,
+        keep_states=rollout.keep_states,
+        record_routes=record_routes,
+        in_flight=in_flight,
     )
     return Built(generator, PolicyWeights(policy), spoken)

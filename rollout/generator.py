@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..configs.schema import InFlight
 from ..policy import DecodeState, Policy
 from ..policy.decode import takes_steps
 from ..policy.images import Placed
 from .memory import enough_memory
 from .routes import RouteLog
-from .rows import ROW, Opening
+from .rows import ROW, Drafts, Opening, Pace, StopSets
 from .sampler import checked, sample
 from .sight import Sight
 from .states import Flight, Packed, Slots
 from .turns import Turns
 from .types import Completion, FinishReason, GeneratorCounters, SamplingParams
 
-PATIENCE = 8  # decode steps that a given piece may wait for others
-
 
 class NativeGenerator:
     """The project's own engine: one `DecodeState` row per session, in one packed forward a step.
 
     Siblings share one prefill: their row is forked when the prompt is done. Weights may change
-    between steps only (`exclusive`). After a change a running completion goes on, and the versions
-    of its tokens say so. What else is given to a sequence from then on is read by the new weights
-    alone: prompts that are half done start again, and a session makes its state anew when it is
-    extended, unless ``keep_states``. ``prefill_tokens`` bounds the tokens of one forward, longer
-    prompts go in pieces. With ``record_routes`` completions have the routes of what was read.
+    between steps only (`updating`). Running completions then do as ``in_flight`` says; of those
+    that go on the versions of tokens say so. What else is given to a sequence is read by the new
+    weights alone: prompts that are half done start again, and a session makes its state anew when
+    it is extended, unless that is at most ``keep_states`` versions behind. ``prefill_tokens``
+    bounds the tokens of one forward, longer prompts go in pieces. With ``record_routes``
+    completions have the routes of what was read.
     """
 
     def __init__(
@@ -41,18 +41,19 @@ class NativeGenerator:
         policy: Policy,
         seed: int = 0,
         prefill_tokens: int = 8192,
-        keep_states: bool = False,
+        keep_states: int = 0,
         record_routes: bool = False,
+        in_flight: InFlight = "keep",
     ) -> None:
         self.policy = policy.eval()
         self.seed = seed
         self.version = 0
         self.counters = GeneratorCounters()
         self._prefill_tokens, self._keep_states = prefill_tokens, keep_states
+        self._in_flight: InFlight = in_flight
         self._device = next(policy.parameters()).device
         self._turns = Turns()
-        self._stop_sets: dict[tuple[int, ...], int] = {}
-        self._stop_table = np.zeros((0, policy.config.vocab_size), np.bool_)
+        self._stops = StopSets(policy.config.vocab_size)
         self._last_session = -1
         self._sight, self._routes = Sight(policy), RouteLog(policy, record_routes)
         self._flight = None
@@ -74,13 +75,21 @@ class NativeGenerator:
         self._unplaced: list[np.ndarray] = []
         self._closed: list[int] = []
         self._num_asked = 0
-        self._postponed = 0  # steps that the waiting pieces have been put off
-        self._tokens = np.zeros((0, 16), np.int32)
-        self._logprobs = np.zeros((0, 16), np.float32)
-        self._versions = np.zeros((0, 16), np.int32)
+        self._drafts, self._pace = Drafts(), Pace(self._prefill_tokens)
+        self._turns.clear()
 
     def exclusive(self) -> AbstractContextManager[None]:
+        """Hold off forward passes."""
         return self._turns.take()
+
+    @contextmanager
+    def updating(self, number: int) -> Iterator[None]:
+        new = number != self.version
+        with self._turns.update(new and self._in_flight == "wait", self._running):
+            yield
+            self.version = number
+            if new and self._in_flight == "abort":
+                self._start_over()
 
     @property
     def _state(self) -> DecodeState | None:
@@ -107,16 +116,18 @@ class NativeGenerator:
         row = np.zeros(1, ROW)
         row["session"], row["key"] = sessions[0], keys[0]
         row["position"] = len(prompt) if position is None else position
-        row["version"] = self.version
-        self._ask(row, 0, params, len(prompt), int(prompt[-1]))
         opening = Opening(np.asarray(prompt, np.int64), keys, sessions)
-        self._openings[sessions[0]] = opening
-        self._pieces[sessions[0]] = opening.prompt
-        self._ids |= {session: [opening.prompt] for session in sessions}
-        for session in sessions:
-            self._sight.add(session, images, 0)
-        self._unplaced.append(row)
-        self._num_asked += len(keys)
+        with self.exclusive():
+            row["version"] = self.version
+            self._ask(row, 0, params, len(prompt), int(prompt[-1]))
+            self._openings[sessions[0]] = opening
+            self._pieces[sessions[0]] = opening.prompt
+            self._ids |= {session: [opening.prompt] for session in sessions}
+            for session in sessions:
+                self._sight.add(session, images, 0)
+            self._unplaced.append(row)
+            self._num_asked += len(keys)
+            self._turns.admit(sessions[0])
         self.counters.prompt_tokens += len(prompt) * len(keys)
         self.counters.reused_tokens += len(prompt) * (len(keys) - 1)
         return sessions
@@ -128,16 +139,18 @@ class NativeGenerator:
         params: SamplingParams,
         images: Sequence[Placed] = (),
     ) -> None:
-        rows, row = self._rows, self._row_of[session]
-        assert rows["todo"][row] == 0, "extend: the session is still sampling"
-        piece = np.empty(1 + len(token_ids), np.int64)
-        piece[0], piece[1:] = rows["last"][row], token_ids
-        rows["position"][row] += len(token_ids)
-        self._ask(rows, row, params, len(piece), int(piece[-1]))
-        self._pieces[session] = piece
-        self._sight.add(session, images, sum(map(len, self._ids[session])))
-        self._ids[session].append(piece[1:])
-        self._num_asked += 1
+        with self.exclusive():
+            rows, row = self._rows, self._row_of[session]
+            assert rows["todo"][row] == 0, "extend: the session is still sampling"
+            piece = np.empty(1 + len(token_ids), np.int64)
+            piece[0], piece[1:] = rows["last"][row], token_ids
+            rows["position"][row] += len(token_ids)
+            self._ask(rows, row, params, len(piece), int(piece[-1]))
+            self._pieces[session] = piece
+            self._sight.add(session, images, sum(map(len, self._ids[session])))
+            self._ids[session].append(piece[1:])
+            self._num_asked += 1
+            self._turns.admit(session)
         self.counters.prompt_tokens += len(token_ids)
 
     def close(self, session: int) -> None:
@@ -150,28 +163,42 @@ class NativeGenerator:
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
         with self.exclusive(), enough_memory(self.policy):
-            if self._flight is not None:
-                return self._land(self._flight)
-            self._place()
-            if self._pieces:
-                self._renew()
-            if self._num_asked == 0:
-                return []
-            active, take = self._plan()
-            if isinstance(self._states, Slots) and self._only_sampled(active, take):
-                flight = self._states.fly(self._rows, active, self._stop_table, self.version)
-                self._flight = flight
-                return self._land(flight)
-            logits = self._forward(active, take)
-            self.counters.steps += 1
-            rows = self._rows
-            rows["todo"][active] -= take
-            ready = rows["todo"][active] == 0
-            if not ready.all():
-                active, logits = active[ready], logits[self._index(np.flatnonzero(ready))]
-            if self._openings:
-                active, logits = self._fork(active, logits)
-            return self._sample(active, logits) if len(active) else []
+            self._turns.released()
+            done = self._step()
+            self._turns.settle(self._running())
+        return done
+
+    def _step(self) -> list[tuple[int, Completion]]:
+        if self._flight is not None:
+            return self._land(self._flight)
+        self._place()
+        if self._pieces:
+            self._renew()
+        if self._running() == 0:
+            return []
+        active = np.flatnonzero(self._rows["todo"])
+        if self._turns.held:
+            active = active[~np.isin(self._rows["session"][active], self._turns.held)]
+        active, take = self._pace.plan(self._rows["todo"], active)
+        if isinstance(self._states, Slots) and self._only_sampled(active, take):
+            flight = self._states.fly(self._rows, active, self._stops.table, self.version)
+            self._flight = flight
+            return self._land(flight)
+        logits = self._forward(active, take)
+        self.counters.steps += 1
+        rows = self._rows
+        rows["todo"][active] -= take
+        ready = rows["todo"][active] == 0
+        if not ready.all():
+            active, logits = active[ready], logits[self._index(np.flatnonzero(ready))]
+        if self._openings:
+            active, logits = self._fork(active, logits)
+        return self._sample(active, logits) if len(active) else []
+
+    def _running(self) -> int:
+        """Completions that were asked for and are not held."""
+        opened = (self._openings.get(session) for session in self._turns.held)
+        return self._num_asked - sum(1 if one is None else len(one.sessions) for one in opened)
 
     def _ask(
         self, rows: np.ndarray, row: int, params: SamplingParams, todo: int, last: int
@@ -181,13 +208,7 @@ class NativeGenerator:
         # Column first: assigning through a record costs several times as much.
         rows["todo"][row], rows["last"][row], rows["count"][row] = todo, last, 0
         rows["budget"][row], rows["temperature"][row] = params.max_tokens, params.temperature
-        index = self._stop_sets.get(params.stop_token_ids)
-        if index is None:
-            index = self._stop_sets[params.stop_token_ids] = len(self._stop_sets)
-            line = np.zeros((1, self._stop_table.shape[1]), np.bool_)
-            line[0, list(params.stop_token_ids)] = True
-            self._stop_table = np.concatenate((self._stop_table, line))
-        rows["stop"][row] = index
+        rows["stop"][row] = self._stops.number(params.stop_token_ids)
 
     def _place(self) -> None:
         """Drop closed rows and give new sessions theirs."""
@@ -204,18 +225,35 @@ class NativeGenerator:
 
     def _renew(self) -> None:
         """Forget what old weights made of sequences that have given tokens to be read."""
-        rows = self._rows
         for session in self._pieces:
             row = self._row_of[session]
-            kept = self._keep_states and session not in self._openings
-            if kept or rows["version"][row] == self.version:
-                continue
-            ids = np.concatenate(self._ids[session])
-            self._routes.renew(session)
-            self.counters.renewed_tokens += len(ids) - int(rows["todo"][row])
-            self._states.renew(row)
-            rows["todo"][row], rows["version"][row] = len(ids), self.version
-            self._pieces[session] = ids
+            behind = self.version - int(self._rows["version"][row])
+            if behind > (0 if session in self._openings else self._keep_states):
+                self._read_again(session, row)
+
+    def _read_again(self, session: int, row: int) -> None:
+        """Let the weights of now read a sequence from its start."""
+        rows, ids = self._rows, np.concatenate(self._ids[session])
+        self._routes.renew(session)
+        self.counters.renewed_tokens += len(ids) - int(rows["todo"][row])
+        self._states.renew(row)
+        rows["todo"][row], rows["version"][row] = len(ids), self.version
+        self._pieces[session] = ids
+
+    @torch.inference_mode()
+    def _start_over(self) -> None:
+        """Throw away what completions have sampled, to sample it anew."""
+        if self._flight is not None:
+            self._flight.drop()
+            self._flight = None
+        rows = self._rows
+        for row in np.flatnonzero(rows["todo"]).tolist():
+            session, count = int(rows["session"][row]), int(rows["count"][row])
+            if count:
+                self.counters.discarded_tokens += count
+                rows["position"][row] -= count
+                rows["count"][row] = rows["todo"][row] = 0
+                self._read_again(session, row)
 
     def _take_rows(self, index: np.ndarray, fresh: np.ndarray | None = None) -> None:
         """Reorder, repeat or drop rows, then append ``fresh`` ones."""
@@ -223,29 +261,8 @@ class NativeGenerator:
         self._rows = (
             self._rows[index] if fresh is None else np.concatenate((self._rows[index], fresh))
         )
-        for name in ("_tokens", "_logprobs", "_versions"):
-            old = getattr(self, name)
-            new = np.empty((len(index) + more, old.shape[1]), old.dtype)
-            new[: len(index)] = old[index]
-            setattr(self, name, new)
+        self._drafts.take(index, more)
         self._row_of = {int(s): i for i, s in enumerate(self._rows["session"])}
-
-    def _plan(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows that take part and how many of their tokens each may feed.
-
-        Single tokens go first while there are any, so that pieces given to different sessions at
-        nearby times are prefilled together, once; after `PATIENCE` such steps all rows take part.
-        Layers may pad to the longest piece, so it is rows x longest piece that is bounded.
-        """
-        todo = self._rows["todo"]
-        active = np.flatnonzero(todo)
-        single = active[todo[active] == 1]
-        if 0 < len(single) < len(active) and self._postponed < PATIENCE:
-            self._postponed += 1
-            return single, np.ones(len(single), np.int64)
-        self._postponed = 0
-        longest = max(1, self._prefill_tokens // len(active))
-        return active, np.minimum(todo[active], longest)
 
     def _forward(self, active: np.ndarray, take: np.ndarray) -> Tensor:
         """Feed the planned tokens; logits [len(active), V] after the last of each row."""
@@ -348,14 +365,8 @@ class NativeGenerator:
         whole = len(active) == len(rows)
         mine = rows if whole else rows[active]
         count = mine["count"]
-        if count.max() == self._tokens.shape[1]:
-            for name in ("_tokens", "_logprobs", "_versions"):
-                old = getattr(self, name)
-                setattr(self, name, np.concatenate((old, np.empty_like(old)), axis=1))
-        self._tokens[active, count] = tokens
-        self._logprobs[active, count] = logprobs
-        self._versions[active, count] = version
-        stopped = self._stop_table[mine["stop"], tokens]
+        self._drafts.add(active, count, tokens, logprobs, version)
+        stopped = self._stops.table[mine["stop"], tokens]
         ended = stopped | (count + 1 >= mine["budget"])
         mine["last"], mine["todo"] = tokens, ~ended
         mine["position"] += 1
@@ -374,13 +385,9 @@ class NativeGenerator:
         for i in ended.tolist():
             row = int(active[i])
             count, session = int(self._rows["count"][row]), int(self._rows["session"][row])
-            completion = Completion(
-                self._tokens[row, :count].copy(),
-                self._logprobs[row, :count].copy(),
-                self._versions[row, :count].copy(),
-                FinishReason.STOP if stopped[i] else FinishReason.LENGTH,
-                self._routes.take(session),
-            )
+            finish = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
+            drawn = self._drafts.of(row, count)
+            completion = Completion(*drawn, finish, self._routes.take(session))
             self._ids[session].append(completion.token_ids)
             out.append((session, completion))
         return out

@@ -2,13 +2,14 @@
 
 Such an engine (`farhorizon.rollout.vllm`) has no sessions. What sequences share it finds again in
 a cache of prefixes, whose entries carry a salt: a request that is made after a change of weights
-never finds states of before. One of before the change that has no token yet is made anew.
+never finds states of before that are older than it may. One of before the change that has no token
+yet is made anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
@@ -16,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from ..configs.errors import RunFailed, UserError
+from ..configs.schema import InFlight
 from ..policy.images import Placed
 from .turns import Turns
 from .types import Completion, FinishReason, GeneratorCounters, SamplingParams
@@ -65,8 +67,8 @@ class RequestEngine(Protocol):
         """Sessions whose requests have no token yet, in the order in which they came."""
         ...
 
-    def abort(self, sessions: Sequence[int]) -> None:
-        """Forget the requests of these sessions."""
+    def abort(self, sessions: Sequence[int]) -> int:
+        """Forget the requests of these sessions; how many tokens they had sampled."""
         ...
 
     def set_version(self, number: int) -> None:
@@ -83,7 +85,8 @@ class _Session:
     pieces: list[np.ndarray]
     length: int
     params: SamplingParams  # of its last request
-    version: int  # of the weights that it began with
+    version: int  # of the weights that its states began with
+    asked: int  # that of its last request
     fresh: int = 0  # tokens that no request had before
     opened: bool = True  # its first request has not been answered
 
@@ -102,14 +105,22 @@ class RequestGenerator:
     """`Generator` on a `RequestEngine`: each turn is a request with all that came before.
 
     Siblings wait for the first token of the first of them, and find the states of their prompt
-    then. Weights may change between steps only (`exclusive`). After a change a completion that has
-    tokens goes on, and their versions say so; what else is read from then on is read by the new
-    weights alone, unless ``keep_states``.
+    then. Weights may change between steps only (`updating`). After a change completions that have
+    tokens do as ``in_flight`` says; the versions of those that go on say so. What else is read from
+    then on is read by the new weights alone, unless a sequence has states that are at most
+    ``keep_states`` versions behind.
     A completion depends on its key and the index of its first token, never on its company.
     """
 
-    def __init__(self, engine: RequestEngine, seed: int = 0, keep_states: bool = False) -> None:
+    def __init__(
+        self,
+        engine: RequestEngine,
+        seed: int = 0,
+        keep_states: int = 0,
+        in_flight: InFlight = "keep",
+    ) -> None:
         self._engine, self.seed, self._keep_states = engine, seed, keep_states
+        self._in_flight: InFlight = in_flight
         self.counters = GeneratorCounters()
         self._turns = Turns()
         self._last_session = -1
@@ -120,7 +131,15 @@ class RequestGenerator:
         engine.set_version(0)
 
     def exclusive(self) -> AbstractContextManager[None]:
+        """Hold off forward passes."""
         return self._turns.take()
+
+    @contextmanager
+    def updating(self, number: int) -> Iterator[None]:
+        waits = number != self.version and self._in_flight == "wait"
+        with self._turns.update(waits, self._running):
+            yield
+            self.version = number
 
     @property
     def busy(self) -> bool:
@@ -143,14 +162,15 @@ class RequestGenerator:
         before = 0 if position is None else position - len(ids)
         sessions = list(range(self._last_session + 1, self._last_session + 1 + len(keys)))
         self._last_session = sessions[-1]
-        for session, key in zip(sessions, keys, strict=True):
-            one = _Session(key, before, [ids], len(ids), params, self.version, len(ids))
-            self._sessions[session] = one
-        self._asked.update(sessions)
-        if len(sessions) > 1:
-            self._followers[sessions[0]] = sessions[1:]
         with self.exclusive():
-            self._ask(sessions[0])
+            now = self.version
+            for session, key in zip(sessions, keys, strict=True):
+                one = _Session(key, before, [ids], len(ids), params, now, now, len(ids))
+                self._sessions[session] = one
+            self._asked.update(sessions)
+            if len(sessions) > 1:
+                self._followers[sessions[0]] = sessions[1:]
+            self._request(sessions[0])
         self.counters.prompt_tokens += len(ids) * len(keys)
         return sessions
 
@@ -167,9 +187,9 @@ class RequestGenerator:
         one.append(np.asarray(token_ids, np.int64))
         one.fresh += len(token_ids)
         one.params = params
-        self._asked.add(session)
         with self.exclusive():
-            self._ask(session)
+            self._asked.add(session)
+            self._request(session)
         self.counters.prompt_tokens += len(token_ids)
 
     def step(self) -> list[tuple[int, Completion]]:
@@ -178,12 +198,17 @@ class RequestGenerator:
         with self.exclusive():
             if self._told != self.version:
                 self._change_version()
+            for session in self._turns.released():
+                self._ask(session)
+            if self._running() == 0:  # what is asked is held
+                return []
             begun, answers = self._engine.step()
             self._asked -= {answer.session for answer in answers}  # the engine has forgotten them
             self.counters.steps += 1
             for session in {*begun, *(answer.session for answer in answers)} & set(self._followers):
                 for follower in self._followers.pop(session):
                     self._ask(follower)
+            self._turns.settle(self._running())
         return [(answer.session, self._take(answer)) for answer in answers]
 
     def close(self, session: int) -> None:
@@ -193,10 +218,11 @@ class RequestGenerator:
     def clear(self) -> None:
         waiting = {session for group in self._followers.values() for session in group}
         with self.exclusive():
-            self._engine.abort(sorted(self._asked - waiting))
-        self._sessions.clear()
-        self._followers.clear()
-        self._asked.clear()
+            self._engine.abort(sorted(self._asked - waiting - set(self._turns.held)))
+            self._sessions.clear()
+            self._followers.clear()
+            self._asked.clear()
+            self._turns.clear()
 
     def _check(self, length: int, params: SamplingParams, images: Sequence[Placed]) -> None:
         if params.max_tokens < 1:
@@ -213,22 +239,39 @@ class RequestGenerator:
         """Tell the engine, and make requests of before anew that have no token yet."""
         self._told = self.version
         self._engine.set_version(self.version)
-        if self._keep_states:
-            return
-        old = [s for s in self._engine.prefilling() if self._sessions[s].version != self.version]
-        self._engine.abort(old)
+        if self._in_flight == "abort":
+            waiting = {session for group in self._followers.values() for session in group}
+            running = sorted(self._asked - waiting - set(self._turns.held))
+            old = [s for s in running if self._sessions[s].asked != self.version]
+        else:
+            old = [s for s in self._engine.prefilling() if self._too_old(self._sessions[s])]
+        self.counters.discarded_tokens += self._engine.abort(old)
         for session in old:
+            self._ask(session)
+
+    def _too_old(self, one: _Session) -> bool:
+        """Whether new weights may not go on with the states of a session."""
+        return self.version - one.version > (0 if one.opened else self._keep_states)
+
+    def _running(self) -> int:
+        """Completions that were asked for and are not held."""
+        held = self._turns.held
+        return len(self._asked) - sum(1 + len(self._followers.get(s, ())) for s in held)
+
+    def _request(self, session: int) -> None:
+        if self._turns.admit(session):
             self._ask(session)
 
     def _ask(self, session: int) -> None:
         one = self._sessions[session]
         if len(one.pieces) > 1:
             one.pieces = [np.concatenate(one.pieces)]
-        if one.opened or not self._keep_states:
+        if self._too_old(one):
             one.version = self.version
+        one.asked = self.version
         seed = request_seed(one.key, one.before + one.length)
-        salt = "kept" if self._keep_states else str(self.version)
         leads = session in self._followers
+        salt = str(one.version)
         self._engine.add(Request(session, one.pieces[0], one.params, seed, salt, leads))
 
     def _take(self, answer: Answer) -> Completion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -13,11 +14,11 @@ from torch import Tensor
 from ..configs.errors import RunFailed
 from ..policy import Policy
 from ..policy.weights import (
+    Announcement,
     Bucket,
     PolicyVersion,
     Publication,
     WeightManifest,
-    digest,
     digests,
     policy_digest,
     read_bucket,
@@ -36,9 +37,13 @@ class Holder(Protocol):
         """The tensors that it takes, as publications name them."""
         ...
 
-    def serving(self, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
-        """Serve ``weights``, which are all of the manifest, from the block on; if it raises, those
-        of before are served again, bit for bit. The tensors are the holder's to write to."""
+    def prepare(self, weights: Mapping[str, Tensor]) -> None:
+        """What can be done about the next ``weights`` while those of before are still served."""
+        ...
+
+    def serving(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Serve ``weights``, which are all of the manifest and were prepared, from the block on; if
+        it raises, those of before are served again, bit for bit."""
         ...
 
     def difference(self, publication: Publication) -> str | None:
@@ -61,13 +66,21 @@ class PolicyWeights:
     def manifest(self) -> WeightManifest:
         return WeightManifest.of(self.policy.state_dict())
 
+    def prepare(self, weights: Mapping[str, Tensor]) -> None:
+        pass
+
     @contextmanager
-    def serving(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        self._exchange(weights)
+    def serving(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        live = self.policy.state_dict()
+        old: dict[str, Tensor] = {}
         try:
+            for name, tensor in weights.items():
+                old[name] = live[name].clone()
+                live[name].copy_(tensor)
             yield
         except BaseException:
-            self._exchange(weights)
+            for name, tensor in old.items():
+                live[name].copy_(tensor)
             raise
 
     def difference(self, publication: Publication) -> str | None:
@@ -85,81 +98,95 @@ class PolicyWeights:
         )
         return out.logprobs.float().cpu().numpy()
 
-    @torch.no_grad()
-    def _exchange(self, weights: dict[str, Tensor]) -> None:
-        """Swap contents in place."""
-        live = self.policy.state_dict()
-        for name, tensor in weights.items():
-            old = live[name].clone()
-            live[name].copy_(tensor)
-            weights[name] = old
-
 
 class WeightReceiver:
     """The rollout side of one policy: `begin`, `load` each bucket, `verify`, then `commit`.
 
-    Buckets go to shadow copies, so that generation continues with the old weights until `commit`,
+    Buckets are shadow copies, so that generation continues with the old weights until `commit`,
     the only call that must not overlap a forward pass. Any step may raise `SyncError`; the holder
-    then still serves, bit for bit, the weights it had before `begin`.
+    then still serves, bit for bit, the weights it had before `begin`. ``seconds`` is what the last
+    update took: "verify", "keep" (what a holder needs to go back), "swap", and in that "prove"
+    (what is served against what was published) and "canary".
     """
 
     def __init__(self, holder: Holder) -> None:
         self._holder = holder
         self.version: PolicyVersion | None = None  # None: as loaded from the checkpoint
-        self._publication: Publication | None = None
+        self.seconds: dict[str, float] = {}
+        self._announced: Announcement | None = None
+        self._verified: Publication | None = None
         self._shadow: dict[str, Tensor] = {}
 
-    def begin(self, publication: Publication) -> None:
-        """Compare tensor names, shapes and dtypes; the publication's buckets are not looked at."""
-        self._publication, self._shadow = None, {}
-        manifest = publication.manifest
-        difference = self._holder.manifest.difference(manifest)
+    def begin(self, announced: Announcement) -> None:
+        """Compare tensor names, shapes and dtypes with those that are served."""
+        self._drop()
+        difference = self._holder.manifest.difference(announced.manifest)
         if difference is not None:
-            raise self._refuse(publication, difference)
-        if len(publication.digests) != len(manifest.specs):
-            raise self._refuse(
-                publication, f"{len(publication.digests)} digests for {len(manifest.specs)} tensors"
-            )
-        self._publication = publication
+            raise self._refuse(announced, difference)
+        self._announced = announced
 
     def load(self, bucket: Bucket) -> None:
-        """Copy a bucket's tensors; order does not matter."""
-        publication = self._begun()
+        """Take a bucket, whose memory is the receiver's until the end; order does not matter."""
+        announced = self._begun()
         try:
-            for spec, tensor in read_bucket(publication.manifest, bucket):
-                self._shadow[spec.name] = tensor
+            self._shadow |= read_bucket(announced.manifest, bucket)
         except ValueError as error:
-            raise self._refuse(publication, str(error)) from None
+            raise self._refuse(announced, str(error)) from None
 
-    def verify(self) -> None:
+    def verify(self, publication: Publication) -> None:
         """Check that every tensor came, with the bytes that were published, and that thresholds are
-        those the learner routes with."""
-        publication = self._begun()
-        for name in publication.manifest.names:
-            if name not in self._shadow:
-                raise self._refuse(publication, f"{name}: no bucket held it")
-        if (reason := difference(publication, self._shadow)) is not None:
-            raise self._refuse(publication, reason)
+        those the learner routes with; then prepare the holder."""
+        announced, manifest = self._begun(), publication.manifest
+        with self._timed("verify"):
+            if publication.version.number != announced.number or manifest != announced.manifest:
+                raise self._refuse(announced, "another version, or other tensors, than announced")
+            if len(publication.digests) != len(manifest.specs):
+                told = f"{len(publication.digests)} digests for {len(manifest.specs)} tensors"
+                raise self._refuse(announced, told)
+            for name in manifest.names:
+                if name not in self._shadow:
+                    raise self._refuse(announced, f"{name}: no bucket held it")
+            if (reason := difference(publication, self._shadow)) is not None:
+                raise self._refuse(announced, reason)
+        with self._timed("keep"):
+            self._holder.prepare(self._shadow)
+        self._verified = publication
 
     def commit(self) -> PolicyVersion:
         """Swap the weights in, then check digests and the canary on what is now being served."""
-        publication, shadow = self._begun(), self._shadow
-        self._publication, self._shadow = None, {}
-        with self._holder.serving(shadow):
-            reason = self._holder.difference(publication) or self._canary(publication)
+        announced, publication, shadow = self._begun(), self._verified, self._shadow
+        self._drop()
+        if publication is None:
+            raise self._refuse(announced, "it was not verified")
+        with self._timed("swap"), self._holder.serving(shadow):
+            with self._timed("prove"):
+                reason = self._holder.difference(publication)
+            if reason is None:
+                with self._timed("canary"):
+                    reason = self._canary(publication)
             if reason is not None:
-                raise self._refuse(publication, reason)
+                raise self._refuse(announced, reason)
         self.version = publication.version
         return publication.version
 
-    def _begun(self) -> Publication:
-        if self._publication is None:
-            raise SyncError("weight sync: no publication has been accepted")
-        return self._publication
+    def _drop(self) -> None:
+        self._announced = self._verified = None
+        self._shadow = {}
 
-    def _refuse(self, publication: Publication, reason: str) -> SyncError:
-        self._publication = None
-        return SyncError(f"weight sync of version {publication.version.number} refused: {reason}")
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[part] = time.perf_counter() - began
+
+    def _begun(self) -> Announcement:
+        if self._announced is None:
+            raise SyncError("weight sync: no publication has been accepted")
+        return self._announced
+
+    def _refuse(self, announced: Announcement, reason: str) -> SyncError:
+        self._drop()
+        return SyncError(f"weight sync of version {announced.number} refused: {reason}")
 
     def _canary(self, publication: Publication) -> str | None:
         found = self._holder.score(publication.canary_ids, publication.temperature)
@@ -177,18 +204,19 @@ def difference(publication: Publication, tensors: Mapping[str, Tensor]) -> str |
     """What first sets ``tensors`` apart from those that were published, by digests; None if
     nothing."""
     names = publication.manifest.names
-    found = digests([tensors[name] for name in names])
-    for name, own, expected in zip(names, found, publication.digests, strict=True):
+    found = dict(zip(names, digests([tensors[name] for name in names]), strict=True))
+    for name, expected in zip(names, publication.digests, strict=True):
+        own = found[name]
         if own != expected:
             return (
                 f"{name}: its bytes are not those published (digest {own[:8]}, not {expected[:8]})"
             )
     for name, meant in publication.thresholds.digests:
-        if name not in tensors or digest(tensors[name]) != meant:
+        if found.get(name) != meant:
             return (
                 f"{name}: not the threshold that the learner routes with, version "
                 f"{publication.thresholds.number}"
             )
-    if policy_digest(publication.manifest, found) != publication.version.digest:
+    if policy_digest(publication.manifest, found.values()) != publication.version.digest:
         return "the digest of the whole policy differs although that of each tensor agrees"
     return None

@@ -220,6 +220,7 @@ class RolloutStats:
     reused_tokens: int = 0  # prompt tokens whose state was copied from a sibling
     renewed_tokens: int = 0  # tokens that were read again by new weights, prefill tokens too
     stale_tokens: int = 0  # sampled from a state that older weights had a part in
+    discarded_tokens: int = 0  # sampled, and thrown away when weights changed
     steps: int = 0  # forward passes
     policy_seconds: float = 0.0
     env_seconds: float = 0.0  # over all threads
@@ -245,6 +246,7 @@ class GeneratorCounters:
     reused_tokens: int = 0  # prompt tokens whose state was copied from a sibling
     renewed_tokens: int = 0  # tokens that were read again by new weights, prefill tokens too
     stale_tokens: int = 0  # sampled from a state that older weights had a part in
+    discarded_tokens: int = 0  # sampled, and thrown away when weights changed
     sampled_tokens: int = 0
     steps: int = 0
 
@@ -295,9 +297,10 @@ class Generator(Protocol):
         """Forget every session."""
         ...
 
-    def exclusive(self) -> AbstractContextManager[None]:
-        """Hold off forward passes: weights and ``version`` may change in the block. A waiting
-        thread gets its turn after at most one step."""
+    def updating(self, number: int) -> AbstractContextManager[None]:
+        """Hold off forward passes: weights may change in the block, to those of version
+        ``number``. A waiting thread gets its turn after at most one step, unless it waits for what
+        runs to end. RunFailed while another one is in its block, or waits to be."""
         ...
 
     @property

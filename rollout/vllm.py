@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from ..configs.errors import RunFailed, UserError, last_line
+from ..policy import PolicyConfig
+from ..policy.records import CONFIG_FILE, read_json
 from ..policy.shards import stored_manifest
 from ..policy.weights import WeightManifest
 from .memory import one_line
@@ -29,18 +31,18 @@ BATCHED_TOKENS = 8192  # of a prefill step: longer prompts go on from the states
 TIMED_BATCHED_TOKENS = 16384  # the same where decode steps are timed: fewer that prefill as well
 # Kernels that need packages which its wheel does not bring everywhere. They are for several GPUs,
 # and for sampling from a part of the distribution.
-_UNUSED = ("VLLM_KIMI_K3_GEMM_AR", "VLLM_ENABLE_GEMM_RS", "VLLM_USE_FLASHINFER_SAMPLER")
+UNUSED = ("VLLM_KIMI_K3_GEMM_AR", "VLLM_ENABLE_GEMM_RS", "VLLM_USE_FLASHINFER_SAMPLER")
 
 
-def check_installed() -> None:
+def check_installed(wanted: str = "rollout.engine=vllm") -> None:
     """UserError where there is no vLLM; it is not imported."""
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("rollout.engine=vllm: vllm is not installed here; see launch/vllm-env.sh")
+        raise UserError(f"{wanted}: vllm is not installed here; see launch/vllm-env.sh")
 
 
 def _import() -> Any:
     """The package; UserError without it."""
-    for name in _UNUSED:
+    for name in UNUSED:
         os.environ.setdefault(name, "0")
     try:
         return importlib.import_module("vllm")
@@ -211,6 +213,7 @@ class VllmEngine:
         self._sizes = (
             f"rollout.vllm.memory={memory:g}, rollout.concurrency={concurrency} and context={limit}"
         )
+        kind = read_json(Path(folder) / CONFIG_FILE).get("model_type")
         arguments = self._vllm.EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
@@ -220,7 +223,8 @@ class VllmEngine:
             max_num_seqs=concurrency + 1,  # the canary is read beside all that run
             max_num_batched_tokens=max(BATCHED_TOKENS, concurrency + 1),
             gpu_memory_utilization=memory,
-            enable_prefix_caching=True,
+            # vLLM copies KDA states with kernels for GPUs.
+            enable_prefix_caching=torch.cuda.is_available() or kind != PolicyConfig.model_type,
             async_scheduling=False,
             logprobs_mode="processed_logprobs",  # at the temperature of sampling
             disable_log_stats=True,
@@ -264,9 +268,12 @@ class VllmEngine:
         known = self._scheduler.requests
         return [one for one, name in self._ids.items() if known[name].num_output_tokens == 0]
 
-    def abort(self, sessions: Sequence[int]) -> None:
+    def abort(self, sessions: Sequence[int]) -> int:
+        known = self._scheduler.requests
         names = [self._ids.pop(session) for session in sessions if session in self._ids]
+        sampled = sum(known[name].num_output_tokens for name in names)
         self._engine.abort_request(names, internal=True)
+        return sampled
 
     def set_version(self, number: int) -> None:
         self._engine.set_weight_version(str(number))

@@ -6,7 +6,9 @@ processes can build its environments.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +27,7 @@ from farhorizon.policy.weights import (
     PolicyVersion,
     Publication,
     WeightManifest,
-    fill_buckets,
+    pack,
     policy_digest,
 )
 from farhorizon.rollout.types import Completion, FinishReason, GeneratorCounters, SamplingParams
@@ -131,7 +133,8 @@ class ScriptedGenerator:
         self._asked = {}
         return out
 
-    def exclusive(self) -> AbstractContextManager[None]:
+    def updating(self, number: int) -> AbstractContextManager[None]:
+        self.version = number
         return nullcontext()
 
     def close(self, session: int) -> None:
@@ -147,15 +150,15 @@ def publish(
     """What a learner that holds ``policy`` would publish, within one process."""
     state = policy.state_dict()
     manifest = WeightManifest.of(state)
-    packed = list(fill_buckets(manifest, ((n, state[n]) for n in manifest.names), bucket_bytes))
-    digests = tuple(d for _, some in packed for d in some)
+    tensors = ((name, state[name]) for name in manifest.names)
+    buckets, digests = pack(manifest, tensors, bucket_bytes, lambda bucket: bucket)
     ids = torch.arange(24) % policy.config.vocab_size
     with torch.no_grad():
         out = policy(ids[None], rows=torch.arange(23), targets=ids[1:], temperature=temperature)
     return Publication(
         PolicyVersion(number, policy_digest(manifest, digests)),
         manifest,
-        tuple(bucket for bucket, _ in packed),
+        tuple(buckets),
         digests,
         ids.numpy(),
         out.logprobs.numpy(),
@@ -192,6 +195,7 @@ ERRORS = {
     "lock": HoldsLock,
     "unprintable": Unprintable,
     "exit": lambda: SystemExit(3),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
 
 

@@ -20,6 +20,7 @@ SCHEMAS = {
     "sft": schema.SftConfig,
     "train": schema.TrainConfig,
     "eval": schema.EvalConfig,
+    "serve": schema.ServeConfig,
     "play": schema.PlayConfig,
     "plan": schema.PlanConfig,
 }

@@ -28,7 +28,7 @@ MAY_IMPORT = {
 # Third party -> where it may be imported; a trailing slash means a folder.
 OWNERS = {
     "deepspeed": {"rl/engine.py"},
-    "ray": {"rollout/actor.py", "rl/actor.py", "launch/"},
+    "ray": {"rollout/actor.py", "rollout/pool.py", "rl/actor.py", "launch/"},
     "triton": {"kernels/"},
     "gymnasium": {"envs/"},
     "omegaconf": {"configs/load.py"},

@@ -100,7 +100,7 @@ def test_wrong_updates_are_no_measurement() -> None:
         (["grpo", "learner.minibatches=2"], "learner.minibatches must be 1"),
         (["grpo", "learner.decay=0.5"], "learner.decay=0.5 would have no effect"),
         (["grpo", "learner.replay=learner"], "learner.replay=learner would have no effect"),
-        (["grpo", "rollout.keep_states=true"], "rollout.keep_states=true would have no effect"),
+        (["grpo", "rollout.keep_states=1"], "rollout.keep_states=1 would have no effect"),
         (["kda", "repeats=0"], "repeats=0 must be at least 1"),
         (["kda", "decode=[64]"], "decode on the command line: 64 is a number"),
         (["kda", "decode=['64']"], "decode: '64' is not SEQUENCESxHEADS"),

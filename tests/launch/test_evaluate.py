@@ -28,7 +28,7 @@ from farhorizon.launch import checkpoints
 from farhorizon.launch import evaluate as evaluate_command
 from farhorizon.launch.evaluate import evaluate, output_file, summarise
 from farhorizon.launch.origin import evaluation_defaults
-from farhorizon.rollout.actor import RolloutPool
+from farhorizon.rollout.pool import RolloutPool
 from farhorizon.rollout.types import Group, Segment, Trajectory
 
 EMPTY = np.zeros(0, np.float32), np.zeros(0, np.int32)
@@ -197,10 +197,8 @@ def test_a_file_that_cannot_be_written_is_told_first(
 
 
 def test_settings_without_effect_are_told(checkpoint: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"^rollout\.keep_states=true would have no effect: an eval"
-    ):
-        evaluate(str(checkpoint), ["env.id=echo-v0", "rollout.keep_states=true"])
+    with pytest.raises(UserError, match=r"^rollout\.keep_states=1 would have no effect: an eval"):
+        evaluate(str(checkpoint), ["env.id=echo-v0", "rollout.keep_states=1"])
 
 
 def test_figures_are_shown_before_they_are_written(

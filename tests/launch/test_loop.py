@@ -40,6 +40,8 @@ class Pool:
         self.version = PolicyVersion(0, "")
         self.submitted: list[str] = []
         self.failing, self.collected, self.synced = failing, 0, 0
+        self.checkpoint, self.restarted = "", 0
+        self.times: dict[str, float] = {}
 
     def submit(self, tasks: Sequence[Task], group_size: int) -> list[str]:
         self.submitted.append(tasks[0].id)
@@ -51,8 +53,10 @@ class Pool:
             raise RunFailed("9 of 9 episodes failed")
         return [], RolloutStats()
 
-    def sync(self, publication: None) -> None:
+    def sync(self, learner: Learner) -> None:
         self.synced += 1
+        learner.published.append(learner.version)
+        self.times = {"bytes": 7.0 + self.synced}
 
 
 class Learner:
@@ -80,9 +84,6 @@ class Learner:
         self.version += not skipped
         metrics = {"groups": 2.0, "groups_without_variance": 1.0, "groups_left_out": 1.0}
         return UpdateResult({"skipped_steps": 1.0, **metrics}, self.version, skipped, "mix.weight")
-
-    def publish(self) -> None:
-        self.published.append(self.version)
 
     def save_policy(self, folder: Path, stage: Any) -> None:
         folder.mkdir()
@@ -247,6 +248,7 @@ def test_nothing_is_published_after_a_skipped_step(start: Start) -> None:
     learner.skips = (2, 3)
     train._loop(job)
     assert learner.published == [1, 2] and pool.synced == 2
+    assert [row.get("sync/bytes") for row in job.recorder.rows] == [8.0, None, None, 9.0]
     assert [row["train/version"] for row in job.recorder.rows] == [1, 1, 1, 2]
     assert [row["train/update_skipped"] for row in job.recorder.rows] == [0, 1, 1, 0]
 
@@ -328,7 +330,7 @@ def test_a_step_that_cannot_be_sent_is_recorded_and_saved(start: Start) -> None:
     pool: Any = Pool()
     job = start(pool)
 
-    def refused(publication: None) -> None:
+    def refused(learner: Learner) -> None:
         raise RunFailed("the digest of lm_head.weight differs")
 
     pool.sync = refused

@@ -24,7 +24,7 @@ from farhorizon.launch.evaluate import evaluate
 from farhorizon.launch.prepare import find_checkpoint, prepare
 from farhorizon.launch.sft import run_sft
 from farhorizon.launch.stage import run_stages
-from farhorizon.launch.together import sync_of
+from farhorizon.launch.together import check_together, sync_of
 from farhorizon.rl.algorithms import ALGORITHMS, make_algorithm
 from farhorizon.rollout.engines import build
 
@@ -114,7 +114,8 @@ def test_plugins_are_found_from_any_folder(
             r"rollout\.vllm\.memory=0\.5 would have no effect: needs rollout\.engine=vllm",
         ),
         ("rollout.engine=sglang", r"rollout\.engine .*'sglang' is not one of native, vllm"),
-        ("rollout.keep_states=true", "keep_states=true would have no effect: needs max_staleness"),
+        ("rollout.keep_states=1", "keep_states=1 would have no effect: needs max_staleness"),
+        ("sync.in_flight=wait", "sync.in_flight=wait would have no effect: needs max_staleness"),
         ("rollout.temperature=0", r"rollout\.temperature=0\.0 must be at least 0\.001"),
         ("output=/dev/null", "output /dev/null: /dev/null is not a directory"),
         ("output=/dev/null/run", "output /dev/null/run: /dev/null is not a directory"),
@@ -195,6 +196,50 @@ def test_what_vllm_does_not_go_with(
 ) -> None:
     with pytest.raises(UserError, match=message):
         prepare(override_config(config, ["rollout.engine=vllm", *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "learner", "rollout", "fits"),
+    [
+        ("collective", "gpus=0", "gpus=0", True),
+        ("collective", "gpus=1", "gpus=1", True),
+        ("collective", "gpus=0", "gpus=1", False),
+        ("collective", "gpus=1", "gpus=0", False),
+        ("collective", "gpus=0.5", "gpus=0.5", False),
+        ("ipc", "gpus=0.5", "gpus=0.5", True),
+        ("ipc", "gpus=0", "gpus=0", False),
+        ("ipc", "gpus=1", "gpus=1", False),
+        ("ipc", "gpus=0.5", "gpus=0.6", False),
+        ("objects", "gpus=0", "gpus=1", True),
+        ("auto", "gpus=0", "gpus=1", True),
+    ],
+)
+def test_a_transport_that_cannot_be_is_one_line(
+    config: TrainConfig, wanted: str, learner: str, rollout: str, fits: bool
+) -> None:
+    given = [f"sync.transport={wanted}", f"learner.{learner}", f"rollout.{rollout}"]
+    own = override_config(config, given)
+    if fits:
+        return check_together(own)
+    with pytest.raises(
+        UserError, match=rf"^sync\.transport={wanted} needs .*sync\.transport=auto$"
+    ):
+        check_together(own)
+
+
+@pytest.mark.parametrize(("actors", "fits"), [(3, True), (4, False)])
+def test_shares_of_a_gpu_count_for_each_actor(config: TrainConfig, actors: int, fits: bool) -> None:
+    own = override_config(
+        config,
+        [
+            *("sync.transport=ipc", "learner.gpus=0.7", "rollout.gpus=0.1"),
+            f"rollout.actors={actors}",
+        ],
+    )
+    if fits:
+        return check_together(own)
+    with pytest.raises(UserError, match="add up to 1"):
+        check_together(own)
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")

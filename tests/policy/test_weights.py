@@ -11,7 +11,8 @@ from farhorizon.policy.weights import (
     TensorSpec,
     WeightManifest,
     digest,
-    fill_buckets,
+    digests,
+    pack,
     policy_digest,
     read_bucket,
     tensor_bytes,
@@ -29,10 +30,8 @@ def _state() -> dict[str, torch.Tensor]:
     }
 
 
-def _buckets(state: dict[str, torch.Tensor], size: int) -> tuple[list[Bucket], list[str]]:
-    manifest = WeightManifest.of(state)
-    filled = list(fill_buckets(manifest, sorted(state.items()), size))
-    return [b for b, _ in filled], [d for _, digests in filled for d in digests]
+def _buckets(state: dict[str, torch.Tensor], size: int) -> tuple[list[Bucket], tuple[str, ...]]:
+    return pack(WeightManifest.of(state), sorted(state.items()), size, lambda bucket: bucket)
 
 
 def test_manifest_is_sorted_and_counts_bytes() -> None:
@@ -47,24 +46,34 @@ def test_manifest_is_sorted_and_counts_bytes() -> None:
 def test_buckets_round_trip_every_bit(size: int) -> None:
     state = _state()
     manifest = WeightManifest.of(state)
-    buckets, digests = _buckets(state, size)
-    assert all(b.count == 1 or b.payload.nbytes <= size for b in buckets)
+    buckets, found = _buckets(state, size)
+    assert all(b.count == 1 or b.payload.numel() <= size for b in buckets)
     assert sum(b.count for b in buckets) == len(state)
-    got = {spec.name: tensor for b in buckets for spec, tensor in read_bucket(manifest, b)}
+    assert sum(b.payload.numel() for b in buckets) == 16 + 64 + 32 + 16
+    got = {name: tensor for b in buckets for name, tensor in read_bucket(manifest, b).items()}
     assert got.keys() == state.keys()
     for name, tensor in state.items():
         assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape
         assert np.array_equal(tensor_bytes(got[name]), tensor_bytes(tensor))
-    assert digests == [digest(state[name]) for name in manifest.names]
+    assert list(found) == digests([state[name] for name in manifest.names])
 
 
-def test_read_tensors_are_writable_copies() -> None:
-    state = {"a": torch.ones(3)}
+def test_packed_tensors_are_copies_and_gaps_are_zero() -> None:
+    """So that equal policies have equal buckets."""
+    state = {"a": torch.ones(3), "b": torch.ones(5, 3).T}
     (bucket,), _ = _buckets(state, 100)
-    bucket.payload.flags.writeable = False
-    ((_, tensor),) = read_bucket(WeightManifest.of(state), bucket)
-    tensor.add_(1)
-    assert tensor.tolist() == [2, 2, 2] and state["a"].tolist() == [1, 1, 1]
+    read = read_bucket(WeightManifest.of(state), bucket)
+    assert torch.equal(read["b"], state["b"]) and read["b"].is_contiguous()
+    read["a"].add_(1)
+    assert state["a"].tolist() == [1, 1, 1]
+    words = bucket.payload.view(torch.float32).tolist()
+    assert words == [2, 2, 2, 0, *[1] * 15, 0]
+
+
+def test_what_stands_for_a_bucket_is_kept_in_order() -> None:
+    state = _state()
+    given, _ = pack(WeightManifest.of(state), sorted(state.items()), 1, lambda bucket: bucket.first)
+    assert given == [0, 1, 2, 3, 4]
 
 
 def test_digest_sees_one_bit_the_sign_of_zero_and_ignores_layout() -> None:
@@ -110,11 +119,11 @@ def test_fill_refuses_what_is_not_in_the_manifest() -> None:
     manifest = WeightManifest.of(state)
     items = sorted(state.items())
     with pytest.raises(ValueError, match=r"expected c\.count next, found d\.scalar"):
-        list(fill_buckets(manifest, items[:2] + items[3:], 50))
+        pack(manifest, items[:2] + items[3:], 50, str)
     with pytest.raises(ValueError, match=r"expected e\.empty next, found the end"):
-        list(fill_buckets(manifest, items[:-1], 50))
+        pack(manifest, items[:-1], 50, str)
     with pytest.raises(ValueError, match=r"f\.extra is not in the manifest"):
-        list(fill_buckets(manifest, [*items, ("f.extra", torch.ones(1))], 50))
+        pack(manifest, [*items, ("f.extra", torch.ones(1))], 50, str)
 
 
 def test_torn_bucket_is_refused() -> None:

@@ -184,15 +184,15 @@ def published() -> None:
         own = learner(stage)
         found = []
         for _ in range(2):
-            sent = publish(own, SyncConfig(bucket_mb=1), 0, VOCAB, put=lambda bucket: bucket)
+            sent = publish(own, SyncConfig(bucket_mb=1), 0, VOCAB, give=lambda bucket: bucket)
             mine = digests(own)
             if sent is not None:
                 rollout = policy()
                 receiver = WeightReceiver(PolicyWeights(rollout))
-                receiver.begin(sent)
+                receiver.begin(sent.announced)
                 for bucket in sent.buckets:
                     receiver.load(bucket)
-                receiver.verify()
+                receiver.verify(sent)
                 assert receiver.commit() == sent.version
                 theirs = {n: digest(t) for n, t in rollout.state_dict().items()}
                 names = [spec.name for spec in sent.manifest.specs]

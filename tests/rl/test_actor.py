@@ -100,13 +100,15 @@ def test_updates_publishes_saves_and_resumes(
     assert first.metrics["groups"] == 3 and first.metrics["trained_tokens"] == 54
     assert first.metrics["staleness_max"] == 0
 
-    publication = learner.publish()
+    announced = learner.ask("announce")
+    publication = learner.published(learner.start_publishing())
+    assert announced == publication.announced
     rollout = load_checkpoint(tiny_checkpoint).policy
     receiver = WeightReceiver(PolicyWeights(rollout))
-    receiver.begin(publication)
+    receiver.begin(announced)
     for bucket in publication.buckets:
-        receiver.load(ray.get(bucket))
-    receiver.verify()
+        receiver.load(ray.get(bucket).open(0))
+    receiver.verify(publication)
     assert receiver.commit().number == 1
 
     learner.save_policy(tmp_path / "policy", StageRecord(512, (512,), 0, ""))
@@ -216,7 +218,7 @@ def test_weights_that_give_no_probabilities_are_not_published(
         made.set_lr(1e30)
         assert not made.update(groups(0)).skipped
         with pytest.raises(RunFailed, match=r"log-probs of version 1 are not finite; lower learn"):
-            made.publish()
+            made.published(made.start_publishing())
         assert made.actors == []
     finally:
         made.close()

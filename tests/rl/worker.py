@@ -405,12 +405,12 @@ def seen(out: dict[str, Any]) -> None:
 
 
 def _take_over(receiver: WeightReceiver, own: Learner) -> Publication | None:
-    publication = publish(own, SyncConfig(bucket_mb=1), 0, 64, put=lambda bucket: bucket)
+    publication = publish(own, SyncConfig(bucket_mb=1), 0, 64, give=lambda bucket: bucket)
     if publication is not None:
-        receiver.begin(publication)
+        receiver.begin(publication.announced)
         for bucket in publication.buckets:
             receiver.load(bucket)
-        receiver.verify()
+        receiver.verify(publication)
         assert receiver.commit() == publication.version
     return publication
 

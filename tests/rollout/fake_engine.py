@@ -17,7 +17,7 @@ from farhorizon.policy.weights import (
     Publication,
     ThresholdVersion,
     WeightManifest,
-    fill_buckets,
+    pack,
     policy_digest,
 )
 from farhorizon.rollout.proof import Proof
@@ -53,12 +53,12 @@ def logprobs(weights: Mapping[str, Tensor], temperature: float) -> np.ndarray:
 def publish(weights: Mapping[str, Tensor], number: int, tolerance: float = 1e-4) -> Publication:
     """What a learner of these weights would publish, one tensor to a bucket."""
     manifest = WeightManifest.of(weights)
-    packed = list(fill_buckets(manifest, ((n, weights[n]) for n in manifest.names), 1))
-    digests = tuple(d for _, some in packed for d in some)
+    tensors = ((name, weights[name]) for name in manifest.names)
+    buckets, digests = pack(manifest, tensors, 1, lambda bucket: bucket)
     return Publication(
         PolicyVersion(number, policy_digest(manifest, digests)),
         manifest,
-        tuple(bucket for bucket, _ in packed),
+        tuple(buckets),
         digests,
         IDS,
         logprobs(weights, 0.7),

@@ -12,21 +12,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.schema import EnvConfig, RolloutConfig
 from farhorizon.envs.types import Message, StopReason, Task
+from farhorizon.policy import Policy
 from farhorizon.policy.checkpoint import load_checkpoint
 from farhorizon.policy.tokenizer import ChatFormat
 from farhorizon.policy.value import VALUE_PREFIX, ValueHead, write_value_head
-from farhorizon.rollout.actor import RolloutPool, check_errors
 from farhorizon.rollout.episode import run_groups
 from farhorizon.rollout.generator import NativeGenerator
+from farhorizon.rollout.pool import RolloutPool, check_errors
 from farhorizon.rollout.sync import SyncError
 from farhorizon.rollout.types import Group, RolloutStats
 
 from .. import fakes
+from ..syncing import Learner
 
 REPLIES = [" red", " green blue", " black", " red red"]
 ENV = EnvConfig(
@@ -35,6 +38,17 @@ ENV = EnvConfig(
 ROLLOUT = RolloutConfig(
     actors=2, concurrency=5, max_turn_tokens=6, env_retries=0, max_error_fraction=0.9
 )
+TIMES = {
+    "send",
+    "receive",
+    "verify",
+    "keep",
+    "swap",
+    "prove",
+    "canary",
+    "bytes",
+    "bytes_per_second",
+}
 TASKS = [Task(f"t{i}", i) for i in range(5)]
 
 
@@ -61,6 +75,27 @@ def here(checkpoint: Path, concurrency: int) -> list[Group]:
         lambda: fakes.ScriptedEnv(" go", REPLIES),
         ChatFormat(loaded.tokenizer),
         replace(ROLLOUT, concurrency=concurrency),
+        128,
+    )
+    return groups
+
+
+def change(policy: Policy) -> None:
+    with torch.no_grad():
+        for tensor in policy.state_dict().values():
+            tensor.mul_(1.05)
+
+
+def on(policy: Policy, checkpoint: Path) -> list[Group]:
+    """What these weights alone play."""
+    chat = ChatFormat(load_checkpoint(checkpoint).tokenizer)
+    groups, _ = run_groups(
+        NativeGenerator(policy, seed=3),
+        TASKS,
+        3,
+        lambda: fakes.ScriptedEnv(" go", REPLIES),
+        chat,
+        ROLLOUT,
         128,
     )
     return groups
@@ -127,8 +162,6 @@ def test_awkward_faults_come_home_as_text_and_the_actor_lives_on(pool: RolloutPo
 
 
 def _ping(pool: RolloutPool) -> list[int]:
-    import ray
-
     return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in pool.actors])
 
 
@@ -150,33 +183,22 @@ def test_weights_change_under_running_episodes(pool: RolloutPool, tiny_checkpoin
     broken = fakes.publish(policy, 1)
     broken.buckets[1].payload[3] ^= 1
     with pytest.raises(SyncError, match=r"version 1 refused: model\..*: its bytes are not those"):
-        pool.sync(broken)
+        pool.sync(Learner(broken))
     same, _ = pool.collect(pool.submit(TASKS, 3))
     assert ids(same) == ids(before) and pool.version is None
 
-    with torch.no_grad():
-        for tensor in policy.state_dict().values():
-            tensor.mul_(1.05)
-    slow = [replace(task, metadata={"delay": 0.1}) for task in TASKS]
-    refs = pool.submit(slow, 3)
+    change(policy)
+    refs = pool.submit(slow(0.1), 3)
     time.sleep(0.35)
-    pool.sync(fakes.publish(policy, 2))
+    pool.sync(Learner(fakes.publish(policy, 2)))
     groups, _ = pool.collect(refs)
     spans = [set(t.versions[t.loss_mask].tolist()) for g in groups for t in g.trajectories]
     assert {0, 2} in spans and {2} in spans
     assert pool.version is not None and pool.version.number == 2
+    assert set(pool.times) == TIMES and all(value > 0 for value in pool.times.values())
 
     after, _ = pool.collect(pool.submit(TASKS, 3))
-    fresh, _ = run_groups(
-        NativeGenerator(policy, seed=3),
-        TASKS,
-        3,
-        lambda: fakes.ScriptedEnv(" go", REPLIES),
-        ChatFormat(load_checkpoint(tiny_checkpoint).tokenizer),
-        ROLLOUT,
-        128,
-    )
-    assert ids(after) == ids(fresh) != ids(before)
+    assert ids(after) == ids(on(policy, tiny_checkpoint)) != ids(before)
 
 
 def test_a_pool_that_cannot_start_says_why(ray_local: None, tiny_checkpoint: Path) -> None:
@@ -187,13 +209,92 @@ def test_a_pool_that_cannot_start_says_why(ray_local: None, tiny_checkpoint: Pat
         RolloutPool(str(tiny_checkpoint), wrong, one, context=128, seed=0)
 
 
-def test_an_actor_that_dies_is_told_in_one_line(ray_local: None, tiny_checkpoint: Path) -> None:
-    pool = RolloutPool(str(tiny_checkpoint), ENV, replace(ROLLOUT, actors=2), 128, seed=0)
+def slow(seconds: float = 0.05) -> list[Task]:
+    return [replace(task, metadata={"delay": seconds}) for task in TASKS]
+
+
+@pytest.mark.parametrize("actors", [1, 2])
+def test_an_actor_that_is_killed_starts_again_and_plays_what_it_played(
+    ray_local: None, tiny_checkpoint: Path, actors: int
+) -> None:
+    said: list[str] = []
+    rollout = replace(ROLLOUT, actors=actors)
+    pool = RolloutPool(str(tiny_checkpoint), ENV, rollout, 128, seed=3, tell=said.append)
     try:
-        refs = pool.submit([Task("slow", 0, (), {"delay": 1.0}), Task("other", 1)], 1)
+        parts = pool.submit(slow(), 3)
+        time.sleep(0.2)
+        first = pool.process_ids[0]
+        os.kill(first, signal.SIGKILL)
+        groups, stats = pool.collect(parts)
+        assert [g.task_id for g in groups] == [t.id for t in TASKS]
+        assert stats.episodes == 15 and stats.errors == 0
+        assert ids(groups) == ids(here(tiny_checkpoint, 5))
+        assert pool.restarted == 1 and first not in pool.process_ids == _ping(pool)
+        (line,) = said
+        assert line.startswith("a rollout actor ended while it worked: it was killed")
+        assert line.endswith(f": actor 0 (process {first}) starts again, 1 of 2 restarts")
+    finally:
+        pool.close()
+
+
+def test_an_actor_that_starts_again_has_the_weights_of_the_others(
+    ray_local: None, tiny_checkpoint: Path
+) -> None:
+    """Of two submissions in flight the first has ended; the second begins anew, on what was
+    published since it began. One that dies in a sync is brought to the new weights at once."""
+    policy = load_checkpoint(tiny_checkpoint).policy
+    learner = Learner(fakes.publish(policy, 0))
+    pool = RolloutPool(str(tiny_checkpoint), ENV, replace(ROLLOUT, actors=2), 128, seed=3)
+    try:
+        pool.sync(learner)
+        early, late = pool.submit(TASKS[:2], 3), pool.submit(slow(), 3)
+        ray.wait([part.ref for part in early], num_returns=2)
+        change(policy)
+        learner.publication = fakes.publish(policy, 1)
+        os.kill(pool.process_ids[1], signal.SIGKILL)
+        pool.sync(learner)
+        assert pool.restarted == 1 and pool.version == learner.publication.version
+        groups, _ = pool.collect(early)
+        assert ids(groups) == ids(here(tiny_checkpoint, 5)[:2])
+        groups, _ = pool.collect(late)
+        versions = [set(t.versions[t.loss_mask].tolist()) for g in groups for t in g.trajectories]
+        own = {i: versions[3 * i : 3 * i + 3] for i in range(5)}
+        assert own[1] == own[3] == [{1}] * 3  # those of the actor that died
+        assert ids([groups[1], groups[3]]) == ids(on(policy, tiny_checkpoint)[1:4:2])
+        os.kill(pool.process_ids[0], signal.SIGKILL)  # while it does nothing
+        groups, _ = pool.collect(pool.submit(TASKS, 3))
+        assert ids(groups) == ids(on(policy, tiny_checkpoint)) and pool.restarted == 2
+    finally:
+        pool.close()
+
+
+def test_an_actor_never_plays_on_other_weights_than_it_should(
+    ray_local: None, tiny_checkpoint: Path
+) -> None:
+    policy = load_checkpoint(tiny_checkpoint).policy
+    pool = RolloutPool(str(tiny_checkpoint), ENV, replace(ROLLOUT, actors=1), 128, 3)
+    learner = Learner(fakes.publish(policy, 0))
+    try:
+        pool.sync(learner)
+        learner.publication = fakes.publish(policy, 1)
         os.kill(pool.process_ids[0], signal.SIGKILL)
-        with pytest.raises(RunFailed, match=r"^a rollout actor ended while it worked: it was kil"):
-            pool.collect(refs)
+        with pytest.raises(RunFailed, match=r"weights of version 0 that it played with are not"):
+            pool.collect(pool.submit(TASKS, 3))
+    finally:
+        pool.close()
+
+
+def test_an_environment_that_ends_the_process_again_and_again_stops_the_run(
+    ray_local: None, tiny_checkpoint: Path
+) -> None:
+    said: list[str] = []
+    one = replace(ROLLOUT, actors=1, restarts=1)
+    pool = RolloutPool(str(tiny_checkpoint), ENV, one, 128, seed=3, tell=said.append)
+    try:
+        tasks = [replace(TASKS[0], metadata={"fail_at": 2, "error": "killed"})]
+        with pytest.raises(RunFailed, match=r"^a rollout actor .* rollout\.restarts=1 of a run"):
+            pool.collect(pool.submit(tasks, 1))
+        assert pool.restarted == len(said) == 1
     finally:
         pool.close()
 

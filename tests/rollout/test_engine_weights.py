@@ -20,9 +20,9 @@ from farhorizon.rollout.requests import RequestGenerator
 from farhorizon.rollout.sync import SyncError, WeightReceiver
 from farhorizon.rollout.types import SamplingParams
 
+from ..syncing import TRANSPORTS, receive
 from .fake_engine import BIAS, WIDTH, FakeEngine, logprobs, publish, state
 from .test_requests import PROMPT, HashEngine, play
-from .test_sync import receive
 
 OLD, NEW = state(0), state(1)
 
@@ -34,11 +34,12 @@ def make(folder: Path) -> tuple[FakeEngine, WeightReceiver]:
     return engine, WeightReceiver(EngineWeights(engine, folder, WeightManifest.of(OLD), dict))
 
 
-def test_weights_are_taken_over_and_proven(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_weights_are_taken_over_and_proven(tmp_path: Path, transport: str) -> None:
     engine, receiver = make(tmp_path)
     for number in (1, 2, 3):
         weights = state(number)
-        receive(receiver, publish(weights, number))
+        receive(receiver, publish(weights, number), transport)
         assert receiver.version is not None and receiver.version.number == number
         served = engine.model.served()
         assert all(torch.equal(served[name], weights[name]) for name in weights)
@@ -57,20 +58,21 @@ def test_weights_are_taken_over_and_proven(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("earlier", [0, 1])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_is_not_served_right_is_named_and_taken_back(
-    tmp_path: Path, fault: str, named: str, earlier: int
+    tmp_path: Path, transport: str, fault: str, named: str, earlier: int
 ) -> None:
     engine, receiver = make(tmp_path)
     if earlier:
-        receive(receiver, publish(state(7), 1))
+        receive(receiver, publish(state(7), 1), transport)
     before = engine.model.served()
     engine.fault = fault
     with pytest.raises(RunFailed, match=named):
-        receive(receiver, publish(NEW, 5))
+        receive(receiver, publish(NEW, 5), transport)
     served = engine.model.served()
     assert all(torch.equal(served[name], before[name]) for name in before)
     assert (0 if receiver.version is None else receiver.version.number) == earlier
-    receive(receiver, publish(NEW, 6))
+    receive(receiver, publish(NEW, 6), transport)
     assert torch.equal(engine.model.served()[BIAS], NEW[BIAS])
 
 
@@ -98,12 +100,13 @@ def shift_canary(p: Publication) -> Publication:
         (shift_canary, r"canary token \d+: log-prob off by .* more than 1\.00e-04"),
     ],
 )
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_faulty_publication_leaves_the_engine_as_it_was(
-    tmp_path: Path, fault: Callable[[Publication], Publication], named: str
+    tmp_path: Path, transport: str, fault: Callable[[Publication], Publication], named: str
 ) -> None:
     engine, receiver = make(tmp_path)
     with pytest.raises(SyncError, match=named):
-        receive(receiver, fault(publish(NEW, 5)))
+        receive(receiver, fault(publish(NEW, 5)), transport)
     served = engine.model.served()
     assert all(torch.equal(served[name], OLD[name]) for name in OLD)
 
@@ -111,13 +114,13 @@ def test_a_faulty_publication_leaves_the_engine_as_it_was(
 def test_an_update_that_begins_in_another_is_no_mixture(tmp_path: Path) -> None:
     engine, receiver = make(tmp_path)
     first, second = publish(NEW, 1), publish(state(2), 2)
-    receiver.begin(first)
+    receiver.begin(first.announced)
     receiver.load(first.buckets[0])
-    receiver.begin(second)
+    receiver.begin(second.announced)
     for bucket in (*second.buckets[1:], first.buckets[0]):
         receiver.load(bucket)
     with pytest.raises(SyncError, match=r"version 2 refused: embed\.weight: its bytes"):
-        receiver.verify()
+        receiver.verify(second)
     with pytest.raises(SyncError, match="no publication has been accepted"):
         receiver.commit()
     assert torch.equal(engine.model.served()["embed.weight"], OLD["embed.weight"])
@@ -187,7 +190,8 @@ def test_tensors_of_a_policy_get_the_names_of_its_files(tiny_checkpoint: Path) -
     holder = policy_weights(Listening(OLD), tiny_checkpoint, read_config(tiny_checkpoint))
     policy = load_checkpoint(tiny_checkpoint).policy
     assert holder.manifest == WeightManifest.of(policy.state_dict())
-    with holder.serving(dict(policy.state_dict())):
+    holder.prepare(policy.state_dict())
+    with holder.serving(policy.state_dict()):
         pass
     stored = read_stored(tiny_checkpoint)
     assert taken[0].keys() == stored.keys()

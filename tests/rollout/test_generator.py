@@ -174,10 +174,9 @@ def shifted(policy: Policy, factor: float = 1.05) -> Policy:
 
 
 def swap(generator: NativeGenerator, source: Policy) -> None:
-    with generator.exclusive(), torch.no_grad():
+    with generator.updating(generator.version + 1), torch.no_grad():
         for name, tensor in generator.policy.state_dict().items():
             tensor.copy_(source.state_dict()[name])
-        generator.version += 1
 
 
 def greedy(generator: NativeGenerator, prompt: np.ndarray) -> Completion:
@@ -229,10 +228,10 @@ def test_a_running_completion_says_which_weights_made_each_token(policy: Policy)
     assert generator.counters.stale_tokens == 4
 
 
-@pytest.mark.parametrize("keep_states", [False, True])
+@pytest.mark.parametrize("keep_states", [0, 1])
 @pytest.mark.parametrize("moment", ["waiting", "extended", "half read"])
 def test_a_session_is_read_again_by_new_weights_unless_its_state_is_kept(
-    policy: Policy, moment: str, keep_states: bool
+    policy: Policy, moment: str, keep_states: int
 ) -> None:
     """Whether weights change before or after the reply is given, or while it is being read."""
     generator = NativeGenerator(shifted(policy, 1.0), prefill_tokens=30, keep_states=keep_states)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,72 +11,12 @@ import pytest
 from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.policy.images import Patches, Placed
 from farhorizon.rollout.requests import Answer, Request, RequestGenerator, request_seed
-from farhorizon.rollout.types import Completion, FinishReason, Generator, SamplingParams
+from farhorizon.rollout.types import Completion, SamplingParams
+
+from .hash_engine import HashEngine, play
 
 PROMPT = np.arange(1, 11)
 FOUR = SamplingParams(max_tokens=4)
-
-
-class HashEngine:
-    """Draws tokens from a request's seed and their index; has states of all it was given."""
-
-    def __init__(self, limit: int = 64, logprob: float = -1.0) -> None:
-        self.limit, self.logprob = limit, logprob
-        self.number = 0
-        self.requests: list[Request] = []
-        self._running: dict[int, tuple[Request, list[int], list[int], int]] = {}
-        self._known: dict[str, list[list[int]]] = {}
-
-    def add(self, request: Request) -> None:
-        assert request.session not in self._running
-        self.requests.append(request)
-        ids = request.token_ids.tolist()
-        hits = [
-            sum(1 for _ in _common(ids[:-1], known)) for known in self._known.get(request.salt, [])
-        ]
-        self._running[request.session] = (request, [], [], max(hits, default=0))
-
-    def step(self) -> tuple[list[int], list[Answer]]:
-        begun: list[int] = []
-        answers: list[Answer] = []
-        for session, (request, tokens, versions, cached) in list(self._running.items()):
-            self._known.setdefault(request.salt, []).append([*request.token_ids.tolist(), *tokens])
-            tokens.append(int(np.random.default_rng((request.seed, len(tokens))).integers(50)))
-            versions.append(self.number)
-            stop = tokens[-1] in request.params.stop_token_ids
-            if not stop and len(tokens) < request.params.max_tokens:
-                begun += [session] if request.leads else []
-                continue
-            del self._running[session]
-            reason = FinishReason.STOP if stop else FinishReason.LENGTH
-            logprobs = np.full(len(tokens), self.logprob, np.float32)
-            drawn, by = np.array(tokens, np.int32), np.array(versions, np.int32)
-            answers.append(Answer(session, drawn, logprobs, by, reason, cached))
-        return begun, answers
-
-    def prefilling(self) -> list[int]:
-        return [session for session, (_, tokens, *_) in self._running.items() if not tokens]
-
-    def abort(self, sessions: Sequence[int]) -> None:
-        for session in sessions:
-            del self._running[session]
-
-    def set_version(self, number: int) -> None:
-        self.number = number
-
-
-def _common(left: Sequence[int], right: Sequence[int]):
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            return
-        yield a
-
-
-def play(generator: Generator) -> dict[int, Completion]:
-    found: dict[int, Completion] = {}
-    while generator.busy:
-        found |= dict(generator.step())
-    return found
 
 
 def test_siblings_wait_for_the_state_of_their_prompt() -> None:
@@ -130,8 +69,8 @@ def test_a_turn_is_a_request_with_all_before_it() -> None:
         generator.extend(session, np.array([1]), FOUR)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_states_of_old_weights_are_read_again_unless_kept(keep: bool) -> None:
+@pytest.mark.parametrize("keep", [0, 2, 3])
+def test_states_of_old_weights_are_read_again_unless_kept(keep: int) -> None:
     engine = HashEngine()
     generator = RequestGenerator(engine, keep_states=keep)
     session = generator.open(PROMPT, [7], FOUR)[0]
@@ -142,32 +81,37 @@ def test_states_of_old_weights_are_read_again_unless_kept(keep: bool) -> None:
     assert generator.counters.stale_tokens == 3
     generator.extend(session, np.array([3]), FOUR)
     assert play(generator)[session].versions.tolist() == [3] * 4
-    assert generator.counters.renewed_tokens == (0 if keep else 13)
-    assert [r.salt for r in engine.requests] == (["kept"] * 2 if keep else ["0", "3"])
+    assert generator.counters.renewed_tokens == (0 if keep == 3 else 13)
+    assert [r.salt for r in engine.requests] == (["0", "0"] if keep == 3 else ["0", "3"])
+    other = generator.open(PROMPT, [8], FOUR)[0]  # which never begins with old states
+    play(generator)
+    assert engine.requests[-1].session == other and engine.requests[-1].salt == "3"
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_requests_without_a_token_are_made_anew_for_new_weights(keep: bool) -> None:
+@pytest.mark.parametrize("keep", [0, 3])
+def test_requests_without_a_token_are_made_anew_for_new_weights(keep: int) -> None:
     """One that the engine had queued would find states of old weights under its old salt."""
     engine = HashEngine()
     generator = RequestGenerator(engine, keep_states=keep)
+    waiting = generator.open(PROMPT[:3], [5], FOUR)[0]
+    play(generator)
     running = generator.open(PROMPT[:2], [9], FOUR)[0]
     generator.step()
     first = generator.open(PROMPT, [7, 8], FOUR)[0]
-    with generator.exclusive():
-        generator.version = 3
+    generator.extend(waiting, np.array([3]), FOUR)
+    with generator.updating(3):
+        pass
     late = generator.open(PROMPT[:5], [6], FOUR)[0]
     found = play(generator)
-    asked = [(r.session, r.salt) for r in engine.requests]
-    if keep:
-        assert asked == [(running, "kept"), (first, "kept"), (late, "kept"), (first + 1, "kept")]
-    else:
-        assert asked[:3] == [(running, "0"), (first, "0"), (late, "3")]
-        assert asked[3:] == [(first, "3"), (first + 1, "3")]
-        assert engine.requests[3].leads and engine.requests[3].seed == engine.requests[1].seed
-        assert generator.counters.stale_tokens == 3  # of what was running
+    asked = [(r.session, r.salt) for r in engine.requests[1:]]
+    assert asked[:3] == [(running, "0"), (first, "0"), (waiting, "0")]
+    assert asked[3] == (late, "3") and (first, "3") in asked[4:] and (first + 1, "3") in asked[4:]
+    assert ((waiting, "3") in asked) == (keep == 0)
+    again = next(r for r in engine.requests[5:] if r.session == first)
+    assert again.leads and again.seed == engine.requests[2].seed
+    assert generator.counters.discarded_tokens == 0
     assert found[running].versions.tolist() == [0, 3, 3, 3]
-    for session in (first, first + 1, late):
+    for session in (first, first + 1, late, waiting):
         assert found[session].versions.tolist() == [3] * 4
 
 
@@ -203,13 +147,12 @@ def test_weights_change_between_two_steps_and_never_within_one() -> None:
         goal = engine.count + 20
         while engine.count < goal and thread.is_alive():
             time.sleep(1e-3)
-        with generator.exclusive():
+        with generator.updating(number):
             engine.changing = True
             assert not engine.busy
             time.sleep(5e-3)
             assert not engine.busy
             engine.changing = False
-            generator.version = number
     assert thread.is_alive()
     stop.set()
     thread.join()

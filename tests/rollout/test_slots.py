@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from farhorizon.configs.schema import InFlight
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.rollout import generator as module
 from farhorizon.rollout import states
@@ -32,12 +33,17 @@ def policy() -> Policy:
     return found
 
 
-def build(policy: Policy, slots: bool, monkeypatch: pytest.MonkeyPatch) -> NativeGenerator:
+def build(
+    policy: Policy,
+    slots: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    in_flight: InFlight = "keep",
+) -> NativeGenerator:
     """A generator with little memory at first, so that it has to grow."""
     monkeypatch.setattr(module, "takes_steps", lambda policy: slots)
     monkeypatch.setattr(states, "LEAST_SLOTS", 2)
     monkeypatch.setattr(states, "LEAST_TOKENS", 16)
-    return NativeGenerator(policy, prefill_tokens=40, record_routes=True)
+    return NativeGenerator(policy, prefill_tokens=40, record_routes=True, in_flight=in_flight)
 
 
 def steps_in(generator: NativeGenerator) -> object:
@@ -114,6 +120,27 @@ def test_a_step_in_the_air_belongs_to_the_weights_that_made_it(
     assert done[0][1].versions.tolist() == [0, 0, 0, 1, 1, 1]
     assert generator.counters.stale_tokens == 3
     assert steps_in(generator) is before  # weights that stay where they are
+
+
+def test_a_step_in_the_air_is_dropped_when_completions_begin_anew(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, params = np.arange(4, 12), SamplingParams(max_tokens=6)
+    found: list[list[int]] = []
+    for moment in (None, 2):
+        generator = build(policy, True, monkeypatch, in_flight="abort")
+        (session,) = generator.open(prompt, [5], params)
+        done: list[tuple[int, Completion]] = []
+        for step in range(9):
+            if step == moment:
+                with generator.updating(1):
+                    pass
+            done += generator.step()
+        assert [one for one, _ in done] == [session] and not generator.busy
+        found.append(done[0][1].token_ids.tolist())
+        assert done[0][1].versions.tolist() == [0 if moment is None else 1] * 6
+        assert generator.counters.discarded_tokens == (moment or 0)
+    assert found[0] == found[1]
 
 
 def test_steps_are_made_anew_for_weights_that_were_moved(

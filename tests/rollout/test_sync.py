@@ -11,16 +11,11 @@ import pytest
 import torch
 
 from farhorizon.policy import Policy, PolicyConfig
-from farhorizon.policy.weights import (
-    Bucket,
-    Publication,
-    TensorSpec,
-    WeightManifest,
-    digest,
-)
+from farhorizon.policy.weights import Publication, TensorSpec, WeightManifest, digest
 from farhorizon.rollout.sync import PolicyWeights, SyncError, WeightReceiver
 
 from ..fakes import publish
+from ..syncing import TRANSPORTS, bytes_of, place_of, receive
 
 CONFIG = PolicyConfig.tiny(vocab_size=24, hidden_size=32, num_hidden_layers=4)
 QUERY = "model.layers.0.mlp_res_proj.weight"
@@ -45,26 +40,8 @@ def make(seed: int) -> Policy:
     return policy
 
 
-def receive(receiver: WeightReceiver, publication: Publication) -> None:
-    receiver.begin(replace(publication, buckets=()))
-    for bucket in publication.buckets:
-        receiver.load(bucket)
-    receiver.verify()
-    receiver.commit()
-
-
-def payload_of(publication: Publication, name: str) -> tuple[Bucket, slice]:
-    """The bucket that holds a tensor, writable, and where in it."""
-    index = publication.manifest.names.index(name)
-    for bucket in publication.buckets:
-        if bucket.first <= index < bucket.first + bucket.count:
-            specs = publication.manifest.specs
-            start = sum(s.nbytes for s in specs[bucket.first : index])
-            return bucket, slice(start, start + specs[index].nbytes)
-    raise AssertionError(name)
-
-
-def test_everything_arrives_bit_for_bit() -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_everything_arrives_bit_for_bit(transport: str) -> None:
     """C11: parameters and persistent buffers, each changed by a constant of its own."""
     learner, rollout = make(0), make(0)
     state = learner.state_dict()
@@ -75,7 +52,7 @@ def test_everything_arrives_bit_for_bit() -> None:
     assert set(publication.manifest.names) == set(rollout.state_dict()) >= set(KINDS)
     addresses = {name: tensor.data_ptr() for name, tensor in rollout.state_dict().items()}
     receiver = WeightReceiver(PolicyWeights(rollout))
-    receive(receiver, publication)
+    receive(receiver, publication, transport)
     for name, tensor in rollout.state_dict().items():
         assert digest(tensor) == digest(state[name]), name
         assert tensor.data_ptr() == addresses[name], name
@@ -122,34 +99,47 @@ def change_spec(**change: object) -> Callable[[Publication], Publication]:
 
 
 def lose_bucket(p: Publication) -> Publication:
-    bucket, _ = payload_of(p, QUERY)
+    bucket, _ = place_of(p, QUERY)
     return replace(p, buckets=tuple(b for b in p.buckets if b is not bucket))
 
 
 def flip_byte(p: Publication) -> Publication:
-    bucket, where = payload_of(p, QUERY)
-    bucket.payload[where.start + 5] ^= 1
+    bytes_of(p, QUERY)[5] ^= 1
+    return p
+
+
+def negate(p: Publication) -> Publication:
+    """What adds up to the same in many a checksum."""
+    bytes_of(p, THRESHOLD).view(torch.float32).neg_()
+    return p
+
+
+def round_threshold(p: Publication) -> Publication:
+    sent = bytes_of(p, THRESHOLD).view(torch.float32)
+    sent.copy_(sent.bfloat16())
+    return p
+
+
+def drop_threshold(p: Publication) -> Publication:
+    bytes_of(p, THRESHOLD).zero_()
     return p
 
 
 def swap_tensors(p: Publication) -> Publication:
-    other = "model.layers.1.mlp_res_proj.weight"
-    (a, i), (b, j) = payload_of(p, QUERY), payload_of(p, other)
-    first = a.payload[i].copy()
-    a.payload[i] = b.payload[j]
-    b.payload[j] = first
+    one, other = (bytes_of(p, name) for name in (QUERY, "model.layers.1.mlp_res_proj.weight"))
+    first = one.clone()
+    one.copy_(other)
+    other.copy_(first)
     return p
 
 
 def keep_stale(p: Publication) -> Publication:
-    bucket, where = payload_of(p, QUERY)
-    stale, there = payload_of(publish(make(0), 0), QUERY)
-    bucket.payload[where] = stale.payload[there]
+    bytes_of(p, QUERY).copy_(bytes_of(publish(make(0), 0), QUERY))
     return p
 
 
 def cut_bucket(p: Publication) -> Publication:
-    bucket, _ = payload_of(p, p.manifest.names[0])
+    bucket, _ = place_of(p, p.manifest.names[0])
     short = replace(bucket, payload=bucket.payload[:-4])
     return replace(p, buckets=tuple(short if b is bucket else b for b in p.buckets))
 
@@ -169,6 +159,9 @@ def wrong_canary(p: Publication) -> Publication:
         (change_spec(shape=(32, 1)), QUERY),
         (lose_bucket, "no bucket held it"),
         (flip_byte, QUERY),
+        (drop_threshold, THRESHOLD),
+        (round_threshold, THRESHOLD),
+        (negate, THRESHOLD),
         (swap_tensors, QUERY),
         (keep_stale, QUERY),
         (cut_bucket, "lm_head.weight"),
@@ -178,22 +171,53 @@ def wrong_canary(p: Publication) -> Publication:
         (lambda p: replace(p, digests=p.digests[:-1]), "digests for"),
     ],
 )
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_faulty_publication_is_refused_by_name(
-    fault: Callable[[Publication], Publication], named: str
+    transport: str, fault: Callable[[Publication], Publication], named: str
 ) -> None:
     rollout, learner = make(0), make(1)
     receiver = WeightReceiver(PolicyWeights(rollout))
     before = {name: digest(tensor) for name, tensor in rollout.state_dict().items()}
     with pytest.raises(SyncError, match=r"weight sync of version 5 refused: ") as error:
-        receive(receiver, fault(publish(learner, 5)))
+        receive(receiver, fault(publish(learner, 5)), transport)
     assert named in str(error.value) and "\n" not in str(error.value)
     assert {n: digest(t) for n, t in rollout.state_dict().items()} == before
     assert receiver.version is None
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
     with pytest.raises(SyncError, match="no publication has been accepted"):
         receiver.commit()
-    receive(receiver, publish(learner, 6))  # a good one afterwards is taken
+    receive(receiver, publish(learner, 6), transport)  # a good one afterwards is taken
     assert receiver.version is not None and receiver.version.number == 6
+
+
+def test_what_is_verified_is_what_was_announced() -> None:
+    """And nothing is swapped that was not verified, nor twice."""
+    learner = make(1)
+    receiver = WeightReceiver(PolicyWeights(make(0)))
+    publication = publish(learner, 5)
+    receiver.begin(replace(publication.announced, number=4))
+    for bucket in publication.buckets:
+        receiver.load(bucket)
+    with pytest.raises(SyncError, match=r"version 4 refused: another version, or other tensors"):
+        receiver.verify(publication)
+    receiver.begin(publication.announced)
+    with pytest.raises(SyncError, match="version 5 refused: it was not verified"):
+        receiver.commit()
+    receive(receiver, publication)
+    assert set(receiver.seconds) == {"verify", "keep", "swap", "prove", "canary"}
+    with pytest.raises(SyncError, match="no publication has been accepted"):
+        receiver.commit()
+
+
+def test_a_swap_that_breaks_off_leaves_the_old_weights() -> None:
+    """As where memory ends in the middle of it."""
+    rollout = make(0)
+    before = {name: digest(tensor) for name, tensor in rollout.state_dict().items()}
+    weights = dict(make(1).state_dict())
+    weights[QUERY] = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError), PolicyWeights(rollout).serving(weights):
+        raise AssertionError
+    assert {n: digest(t) for n, t in rollout.state_dict().items()} == before
 
 
 def test_a_receiver_that_rounds_is_caught_after_the_swap() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,19 +51,43 @@ def test_an_answer_that_is_not_whole_is_refused() -> None:
         read_answer(output(weight_versions=spans))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: bash launch/vllm-env.sh")
-def test_the_real_engine_on_a_dense_policy(tmp_path: Path) -> None:
-    """Sampling, prefixes, stops and a change of weights in flight, on the CPU in fp32."""
+def run(worker: str, folder: Path) -> dict[str, Any]:
+    """What a script finds that runs in the environment of vLLM."""
     done = subprocess.run(
-        [PYTHON, Path(__file__).with_name("vllm_worker.py"), tmp_path],
+        [PYTHON, Path(__file__).with_name(worker), folder],
         env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    out = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: bash launch/vllm-env.sh")
+def test_the_real_engine_on_a_policy_of_ours(tmp_path: Path) -> None:
+    """KDA and latent attention in vLLM's hybrid cache, and a change of weights in flight."""
+    out = run("vllm_policy_worker.py", tmp_path)
+    for name in ("error", "short_error", "turn_error", "score_error", "new_error", "renewed_error"):
+        assert out[name] < 1e-4, name
+    assert len({tuple(tokens) for tokens in out["group"]}) == 3
+    assert out["alone"] == out["group"][1]  # company changes no sample
+    assert out["versions"] == [0] * 5 + [1] * 7
+    assert out["difference"] is None and out["whole"] is None
+    threshold = "model.layers.1.block_sparse_moe.gate.e_score_correction_bias"
+    assert out["stale"] == f"{threshold}: what is served is not what the weights give"
+    assert out["narrow"] == f"{threshold}: served in bfloat16, which rounds it"
+    assert out["swapped"].startswith("model.layers.0.self_attn.q_proj.weight: what is served is")
+    assert out["dropped"] == f"weight sync refused: {threshold}: missing on the other side"
+    assert out["kept_error"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: bash launch/vllm-env.sh")
+def test_the_real_engine_on_a_dense_policy(tmp_path: Path) -> None:
+    """Sampling, prefixes, stops and a change of weights in flight, on the CPU in fp32."""
+    out = run("vllm_worker.py", tmp_path)
     for name in ("error", "turn_error", "greedy_error", "new_error", "renewed_error"):
         assert out[name] < 1e-4, name
     assert len({tuple(tokens) for tokens in out["group"]}) == 3

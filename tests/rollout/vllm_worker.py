@@ -24,7 +24,7 @@ from farhorizon.policy.weights import (
     PolicyVersion,
     Publication,
     WeightManifest,
-    fill_buckets,
+    pack,
     policy_digest,
 )
 from farhorizon.rollout.engine_weights import EngineWeights
@@ -130,9 +130,8 @@ def update(
         same = np.array_equal(engine.score(PROMPT[:24], 0.7), before)
         out["kept"] = out["kept"] and same and receiver.version is None
     holder._stored, holder.after = dict, None
-    with generator.exclusive():
+    with generator.updating(1):
         receive(receiver, publish(new, weights, 1))
-        generator.version = 1
     assert receiver.version is not None
     out["version"] = receiver.version.number
 
@@ -151,10 +150,10 @@ class Faulty(EngineWeights):
 
 
 def receive(receiver: WeightReceiver, publication: Publication) -> None:
-    receiver.begin(publication)
+    receiver.begin(publication.announced)
     for bucket in publication.buckets:
         receiver.load(bucket)
-    receiver.verify()
+    receiver.verify(publication)
     receiver.commit()
 
 
@@ -162,14 +161,14 @@ def receive(receiver: WeightReceiver, publication: Publication) -> None:
 def publish(policy: Any, weights: dict[str, torch.Tensor], number: int) -> Publication:
     """What a learner of this policy would publish."""
     manifest = WeightManifest.of(weights)
-    packed = list(fill_buckets(manifest, ((n, weights[n]) for n in manifest.names), 1 << 16))
-    digests = tuple(d for _, some in packed for d in some)
+    tensors = ((name, weights[name]) for name in manifest.names)
+    buckets, digests = pack(manifest, tensors, 1 << 16, lambda bucket: bucket)
     ids = torch.arange(24) * 7
     scores = (policy(ids[None]).logits[0, :-1].double() / 0.7).log_softmax(-1)
     return Publication(
         PolicyVersion(number, policy_digest(manifest, digests)),
         manifest,
-        tuple(bucket for bucket, _ in packed),
+        tuple(buckets),
         digests,
         ids.numpy(),
         scores[torch.arange(23), ids[1:]].float().numpy(),
