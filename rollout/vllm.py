@@ -71,6 +71,7 @@ class VllmEngine:
         # Weights change between two steps, so that nobody else may make any, nor begin one early.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # how long is for the run to say
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # threads are the actor's
         self._vllm = import_vllm()
         self.limit = limit
         self._manifest = stored_manifest(Path(folder))
