@@ -24,7 +24,7 @@ from ..policy import Policy
 from ..policy.checkpoint import save_policy
 from ..policy.decode import takes_steps
 from ..policy.memory import lack
-from ..rollout.vllm import DecodeEngine
+from ..rollout.vllm_probe import DecodeEngine
 from .decode_measure import Timed, check_steps, time_steps
 from .decode_peers import (
     STEPS,

@@ -26,7 +26,7 @@ from ..configs.bounds import check_bounds
 from ..configs.errors import RunFailed, UserError
 from ..policy import Policy, PolicyConfig
 from ..policy.checkpoint import load_policy, save_policy
-from ..rollout.vllm import Served, serve
+from ..rollout.vllm_probe import Served, serve
 from .measure import versions
 from .parity import (
     FAINT,

@@ -23,7 +23,7 @@ import torch
 
 from ..configs.errors import RunFailed, UserError, last_line
 from ..policy import Policy
-from ..rollout.vllm import TIMED_BATCHED_TOKENS, Decoded
+from ..rollout.vllm_probe import TIMED_BATCHED_TOKENS, Decoded
 from .parity import score
 
 PEERS = ("vllm",)

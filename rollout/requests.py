@@ -27,7 +27,7 @@ from .types import Completion, FinishReason, GeneratorCounters, SamplingParams
 class Request:
     """A completion behind ``token_ids`` int64 [T]; its draws depend on ``seed`` alone, and it
     shares states with requests of the same ``salt``. Of one that ``leads`` the first token is
-    told."""
+    told. The routes of its first ``routed`` tokens are known."""
 
     session: int
     token_ids: np.ndarray
@@ -35,12 +35,15 @@ class Request:
     seed: int
     salt: str
     leads: bool = False
+    routed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A completion: ``token_ids`` int32 [n], ``logprobs`` fp32 [n], ``versions`` int32 [n]; and how
-    many of the request's tokens the cache had states of."""
+    many of the request's tokens the cache had states of. ``routes`` [m, layers, k], packed as in
+    `Routes`, are those of all tokens whose routes were not known but the last, which nothing has
+    read."""
 
     session: int
     token_ids: np.ndarray
@@ -48,6 +51,7 @@ class Answer:
     versions: np.ndarray
     finish: FinishReason
     cached: int
+    routes: np.ndarray | None = None
 
 
 class RequestEngine(Protocol):
@@ -88,6 +92,7 @@ class _Session:
     version: int  # of the weights that its states began with
     asked: int  # that of its last request
     fresh: int = 0  # tokens that no request had before
+    routed: int = 0  # tokens whose routes a completion took along
     opened: bool = True  # its first request has not been answered
 
     def append(self, token_ids: np.ndarray) -> None:
@@ -272,7 +277,8 @@ class RequestGenerator:
         seed = request_seed(one.key, one.before + one.length)
         leads = session in self._followers
         salt = str(one.version)
-        self._engine.add(Request(session, one.pieces[0], one.params, seed, salt, leads))
+        ids = one.pieces[0]
+        self._engine.add(Request(session, ids, one.params, seed, salt, leads, one.routed))
 
     def _take(self, answer: Answer) -> Completion:
         if len(answer.logprobs) != len(answer.token_ids) or len(answer.token_ids) == 0:
@@ -295,4 +301,12 @@ class RequestGenerator:
         # The last token was drawn but not read.
         one.fresh, one.opened = 1, False
         one.append(np.asarray(answer.token_ids, np.int64))
-        return Completion(answer.token_ids, answer.logprobs, answer.versions, answer.finish)
+        routes = answer.routes
+        if routes is not None:
+            if len(routes) != one.length - 1 - one.routed:
+                raise RunFailed(
+                    f"rollout: routes of {len(routes)} tokens where those of tokens {one.routed} "
+                    f"to {one.length - 1} were asked for"
+                )
+            one.routed += len(routes)
+        return Completion(answer.token_ids, answer.logprobs, answer.versions, answer.finish, routes)

@@ -1,16 +1,13 @@
-"""Stock vLLM on a checkpoint folder: an engine for rollout, the log-probs and routes it gives of a
-prompt, and how fast it decodes."""
+"""Stock vLLM on a checkpoint folder, as an engine for rollout."""
 
 from __future__ import annotations
 
-import gc
 import importlib
 import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,6 @@ from .requests import Answer, Request
 from .types import FinishReason
 
 BATCHED_TOKENS = 8192  # of a prefill step: longer prompts go on from the states of the last one
-TIMED_BATCHED_TOKENS = 16384  # the same where decode steps are timed: fewer that prefill as well
 # Kernels that need packages which its wheel does not bring everywhere. They are for several GPUs,
 # and for sampling from a part of the distribution.
 UNUSED = ("VLLM_KIMI_K3_GEMM_AR", "VLLM_ENABLE_GEMM_RS", "VLLM_USE_FLASHINFER_SAMPLER")
@@ -40,7 +36,7 @@ def check_installed(wanted: str = "rollout.engine=vllm") -> None:
         raise UserError(f"{wanted}: vllm is not installed here; see launch/vllm-env.sh")
 
 
-def _import() -> Any:
+def import_vllm() -> Any:
     """The package; UserError without it."""
     for name in UNUSED:
         os.environ.setdefault(name, "0")
@@ -50,146 +46,15 @@ def _import() -> Any:
         raise UserError(f"vllm cannot be imported here ({error}); see launch/vllm-env.sh") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One sequence: a prompt and what was sampled behind it.
-
-    ``token_ids`` int64 [T], the first ``prompt`` of them given; ``logprobs`` fp32 [T - 1] of every
-    token but the first; ``routes`` [T - 1, layers, k] of every token but the last, in which layers
-    without experts hold zeros.
-    """
-
-    token_ids: np.ndarray
-    prompt: int
-    logprobs: np.ndarray
-    routes: np.ndarray
-
-
-def serve(
-    folder: str | Path, prompts: Sequence[np.ndarray], sampled: int, seed: int
-) -> list[Served]:
-    """Prefill ``prompts`` and sample ``sampled`` tokens behind each, at temperature 1 in bf16.
-
-    UserError without vLLM, RunFailed if it gives no routes.
-    """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine shares this process and GPU
-    vllm = _import()
-    longest = max(map(len, prompts)) + sampled
-    engine = vllm.LLM(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=longest + 1,
-        max_num_seqs=len(prompts),
-        max_num_batched_tokens=BATCHED_TOKENS,
-        gpu_memory_utilization=0.4,
-        enable_prefix_caching=True,  # vLLM gives no routes without it
-        enable_return_routed_experts=True,
-        seed=seed,
-    )
-    params = vllm.SamplingParams(
-        max_tokens=sampled,
-        temperature=1.0,
-        logprobs=0,
-        prompt_logprobs=0,
-        detokenize=False,
-        ignore_eos=True,
-        seed=seed,
-    )
-    asked = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
-    given = engine.generate(asked, params, use_tqdm=False)
-    served = [read_output(output) for output in given]
-    del engine
-    gc.collect()
-    torch.cuda.empty_cache()
-    return served
-
-
-def read_output(output: Any) -> Served:
-    """One ``RequestOutput`` of vLLM."""
-    completion = output.outputs[0]
-    prompt, sampled = list(output.prompt_token_ids), list(completion.token_ids)
-    entries = [*output.prompt_logprobs[1:], *completion.logprobs]
-    token_ids = np.array(prompt + sampled)
-    logprobs = [
-        entry[token].logprob for entry, token in zip(entries, token_ids[1:].tolist(), strict=True)
-    ]
-    routes = completion.routed_experts
-    if routes is None or len(routes) != len(token_ids) - 1:
-        found = "none" if routes is None else f"those of {len(routes)}"
-        raise RunFailed(f"vllm: routes of {len(token_ids) - 1} tokens wanted, got {found}")
-    return Served(token_ids, len(prompt), np.array(logprobs, np.float32), np.asarray(routes))
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A run of `DecodeEngine`: its seconds, and of the first sequence the sampled ``token_ids``
-    int64 [T] with their ``logprobs`` fp32 [T], None where none were asked for."""
-
-    seconds: float
-    token_ids: np.ndarray
-    logprobs: np.ndarray | None
-
-
-class DecodeEngine:
-    """Stock vLLM that samples behind the same prompts again and again, in bf16 at temperature 1.
-
-    Nothing of a run is left for the next one: prefixes are not kept. With CUDA graphs there is one
-    of a step of all sequences, unless ``eager``. UserError without vLLM.
-    """
-
-    def __init__(
-        self, folder: str | Path, prompts: Sequence[np.ndarray], tokens: int, eager: bool
-    ) -> None:
-        self._vllm = _import()
-        self._asked = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
-        graphs = {"compilation_config": {"cudagraph_capture_sizes": [len(prompts)]}}
-        self._engine = self._vllm.LLM(
-            model=str(folder),
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            enforce_eager=eager,
-            max_model_len=max(map(len, prompts)) + tokens + 1,
-            max_num_seqs=len(prompts),
-            max_num_batched_tokens=TIMED_BATCHED_TOKENS,
-            gpu_memory_utilization=0.6,
-            enable_prefix_caching=False,
-            **({} if eager else graphs),
-        )
-
-    def run(self, tokens: int, logprobs: bool) -> Decoded:
-        """Prefill all prompts and sample ``tokens`` behind each; RunFailed if it gives fewer."""
-        params = self._vllm.SamplingParams(
-            max_tokens=tokens,
-            temperature=1.0,
-            logprobs=0 if logprobs else None,
-            flat_logprobs=True,
-            detokenize=False,
-            ignore_eos=True,
-        )
-        start = time.perf_counter()
-        given = self._engine.generate(self._asked, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        fewest = min(len(output.outputs[0].token_ids) for output in given)
-        if fewest != tokens:
-            raise RunFailed(f"vllm: {tokens} tokens wanted, got {fewest}")
-        first = given[0].outputs[0]
-        token_ids = np.array(first.token_ids)
-        if not logprobs:
-            return Decoded(seconds, token_ids, None)
-        pairs = zip(first.logprobs, token_ids.tolist(), strict=True)
-        found = np.array([entry[token].logprob for entry, token in pairs], np.float32)
-        return Decoded(seconds, token_ids, found)
-
-
 class VllmEngine:
     """`RequestEngine` and `WeightEngine` of vLLM in this process, on the GPU or, in fp32, on the
     CPU.
 
     ``memory`` is the share of the device's memory that weights, states and caches may take,
-    ``concurrency`` how many sequences run together. UserError without vLLM, RunFailed if it does
-    not start. vLLM for CPUs hides packed matrices: of those log-probs alone tell what is served.
+    ``concurrency`` how many sequences run together. Answers have the routes of ``routed_layers``,
+    the indices of those with experts; by itself none. UserError without vLLM, and where it keeps no
+    routes; RunFailed if it does not start. vLLM for CPUs hides packed matrices: of those log-probs
+    alone tell what is served.
     """
 
     def __init__(
@@ -201,11 +66,13 @@ class VllmEngine:
         memory: float = 0.9,
         dtype: str = "bfloat16",
         eager: bool = False,
+        routed_layers: Sequence[int] = (),
     ) -> None:
         # Weights change between two steps, so that nobody else may make any, nor begin one early.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # how long is for the run to say
-        self._vllm = _import()
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # threads are the actor's
+        self._vllm = import_vllm()
         self.limit = limit
         self._manifest = stored_manifest(Path(folder))
         self._ids: dict[int, str] = {}  # the engine's own, of running requests
@@ -213,7 +80,15 @@ class VllmEngine:
         self._sizes = (
             f"rollout.vllm.memory={memory:g}, rollout.concurrency={concurrency} and context={limit}"
         )
+        self._routed_layers = list(routed_layers)
+        # vLLM copies KDA states with kernels for GPUs.
         kind = read_json(Path(folder) / CONFIG_FILE).get("model_type")
+        caching = torch.cuda.is_available() or kind != PolicyConfig.model_type
+        if routed_layers and not caching:
+            raise UserError(
+                "learner.replay=rollout needs routes, which vLLM does not record on a CPU; set "
+                "learner.replay=learner, or rollout.engine=native"
+            )
         arguments = self._vllm.EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
@@ -223,8 +98,8 @@ class VllmEngine:
             max_num_seqs=concurrency + 1,  # the canary is read beside all that run
             max_num_batched_tokens=max(BATCHED_TOKENS, concurrency + 1),
             gpu_memory_utilization=memory,
-            # vLLM copies KDA states with kernels for GPUs.
-            enable_prefix_caching=torch.cuda.is_available() or kind != PolicyConfig.model_type,
+            enable_prefix_caching=caching,
+            enable_return_routed_experts=bool(routed_layers),
             async_scheduling=False,
             logprobs_mode="processed_logprobs",  # at the temperature of sampling
             disable_log_stats=True,
@@ -251,6 +126,7 @@ class VllmEngine:
             detokenize=False,
             ignore_eos=True,
             output_kind=kinds.CUMULATIVE if request.leads else kinds.FINAL_ONLY,
+            routed_experts_prompt_start=request.routed,
         )
         prompt = {"prompt_token_ids": request.token_ids.tolist(), "cache_salt": request.salt}
         name = str(request.session)
@@ -259,7 +135,8 @@ class VllmEngine:
     def step(self) -> tuple[list[int], list[Answer]]:
         with one_line("a step", self._sizes):
             outputs = self._engine.step()
-        answers = [read_answer(output) for output in outputs if output.finished]
+        layers = self._routed_layers
+        answers = [read_answer(output, layers) for output in outputs if output.finished]
         for answer in answers:
             del self._ids[answer.session]
         return [int(output.request_id) for output in outputs if not output.finished], answers
@@ -376,7 +253,7 @@ class VllmEngine:
             del model.compute_logits
 
 
-def read_answer(output: Any) -> Answer:
+def read_answer(output: Any, routed_layers: Sequence[int] = ()) -> Answer:
     """A finished ``RequestOutput`` of vLLM, whose versions are numbers."""
     completion = output.outputs[0]
     token_ids = np.array(completion.token_ids, np.int32)
@@ -396,4 +273,14 @@ def read_answer(output: Any) -> Answer:
         versions,
         FinishReason(completion.finish_reason),
         output.num_cached_tokens or 0,
+        _routes(completion.routed_experts, routed_layers) if routed_layers else None,
     )
+
+
+def _routes(rows: np.ndarray | None, layers: Sequence[int]) -> np.ndarray:
+    """Those of layers with experts, packed as in `Routes`; vLLM has zeros for the others."""
+    if rows is None or rows.shape[1] <= max(layers):
+        found = "none" if rows is None else f"those of {rows.shape[1]}"
+        raise RunFailed(f"vllm: routes of {max(layers) + 1} layers wanted, got {found}")
+    own = rows[:, list(layers)]
+    return own if own.dtype == np.uint8 else own.astype(np.int16)

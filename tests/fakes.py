@@ -289,10 +289,14 @@ register("pictures-v0", PictureEnv)
 
 
 class EvenEnv(MessageEnv):
-    """One turn; reward 1 if the answer has an even number of characters, else 0.
+    """One turn; reward 1 if the answer has an even number of characters, else 0; if ``odd``, for an
+    odd one.
 
     A policy that knows nothing gets both rewards often, so that there is something to learn from.
     """
+
+    def __init__(self, odd: bool = False) -> None:
+        self.odd = odd
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -301,7 +305,7 @@ class EvenEnv(MessageEnv):
         return (Message("user", f" {self.np_random.choice(['red', 'green', 'blue'])}"),), {}
 
     def step(self, action: str) -> Step:
-        return self.finish(float(len(action) % 2 == 0))
+        return self.finish(float(len(action) % 2 == self.odd))
 
 
 register("even-v0", EvenEnv)

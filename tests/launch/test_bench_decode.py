@@ -23,7 +23,7 @@ from farhorizon.launch.parity import random_policy, score
 from farhorizon.launch.plan import read_policy
 from farhorizon.launch.step_measure import small_config
 from farhorizon.policy import Policy
-from farhorizon.rollout.vllm import Decoded, DecodeEngine
+from farhorizon.rollout.vllm_probe import Decoded, DecodeEngine
 
 SMALL = small_config(read_policy("1b")[0])
 

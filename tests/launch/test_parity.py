@@ -15,7 +15,7 @@ from farhorizon.launch import bench_parity, cli, parity
 from farhorizon.launch.parity import FAINT, MISTAKES, Scored
 from farhorizon.policy import Policy, PolicyConfig
 from farhorizon.policy.checkpoint import load_policy, save_policy
-from farhorizon.rollout.vllm import Served, read_output
+from farhorizon.rollout.vllm_probe import Served, read_output
 
 ONE_LAYER = Scored(
     torch.zeros(2),

@@ -11,10 +11,13 @@ from farhorizon.rollout.types import Completion, FinishReason, Generator
 
 
 class HashEngine:
-    """Draws tokens from a request's seed and their index; has states of all it was given."""
+    """Draws tokens from a request's seed and their index; has states of all it was given. With
+    ``routed`` a token's route is its id, and ``lost`` rows of an answer are missing."""
 
-    def __init__(self, limit: int = 64, logprob: float = -1.0) -> None:
-        self.limit, self.logprob = limit, logprob
+    def __init__(
+        self, limit: int = 64, logprob: float = -1.0, routed: bool = False, lost: int = 0
+    ) -> None:
+        self.limit, self.logprob, self.routed, self.lost = limit, logprob, routed, lost
         self.number = 0
         self.requests: list[Request] = []
         self._running: dict[int, tuple[Request, list[int], list[int], int]] = {}
@@ -44,8 +47,13 @@ class HashEngine:
             reason = FinishReason.STOP if stop else FinishReason.LENGTH
             logprobs = np.full(len(tokens), self.logprob, np.float32)
             drawn, by = np.array(tokens, np.int32), np.array(versions, np.int32)
-            answers.append(Answer(session, drawn, logprobs, by, reason, cached))
+            routes = self._routes(request, tokens) if self.routed else None
+            answers.append(Answer(session, drawn, logprobs, by, reason, cached, routes))
         return begun, answers
+
+    def _routes(self, request: Request, tokens: Sequence[int]) -> np.ndarray:
+        read = [*request.token_ids.tolist(), *tokens][request.routed : -1]
+        return np.array(read, np.uint8).reshape(-1, 1, 1)[self.lost :]
 
     def prefilling(self) -> list[int]:
         return [session for session, (_, tokens, *_) in self._running.items() if not tokens]

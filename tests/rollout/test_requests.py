@@ -195,3 +195,28 @@ def test_a_log_prob_that_is_none_stops_the_run() -> None:
         generator.step()
     generator.clear()  # of a request that the engine has forgotten
     assert not generator.busy
+
+
+def test_completions_have_the_routes_of_what_was_read_since_the_last_one() -> None:
+    """Also over a change of weights, after which all is read again."""
+    generator = RequestGenerator(HashEngine(routed=True))
+    sessions = generator.open(PROMPT, [7, 8], FOUR)
+    first = play(generator)
+    for session in sessions:
+        routes = first[session].routes
+        assert routes is not None and routes.shape == (13, 1, 1)
+        assert routes[:, 0, 0].tolist() == [*PROMPT, *first[session].token_ids[:-1]]
+    with generator.updating(1):
+        pass
+    generator.extend(sessions[0], np.array([60, 61]), FOUR)
+    second = play(generator)[sessions[0]]
+    assert second.routes is not None
+    last = int(first[sessions[0]].token_ids[-1])
+    assert second.routes[:, 0, 0].tolist() == [last, 60, 61, *second.token_ids[:-1]]
+
+
+def test_answers_without_the_routes_of_all_their_tokens_end_the_run() -> None:
+    generator = RequestGenerator(HashEngine(routed=True, lost=1))
+    generator.open(PROMPT, [7], FOUR)
+    with pytest.raises(RunFailed, match="routes of 12 tokens where those of tokens 0 to 13 were"):
+        play(generator)

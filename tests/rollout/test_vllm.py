@@ -64,6 +64,23 @@ def run(worker: str, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def test_routes_of_layers_with_experts_are_packed() -> None:
+    """vLLM has rows of all layers, wider ones above 256 experts."""
+    rows = np.arange(2 * 3 * 2).reshape(2, 3, 2)
+    few = read_answer(output(routed_experts=rows.astype(np.uint8)), [1, 2]).routes
+    assert few is not None and few.dtype == np.uint8 and few.tolist() == rows[:, 1:].tolist()
+    many = read_answer(output(routed_experts=rows.astype(np.uint16)), [0, 2]).routes
+    assert many is not None and many.dtype == np.int16 and many.tolist() == rows[:, [0, 2]].tolist()
+    assert read_answer(output(routed_experts=rows), []).routes is None
+
+
+def test_an_answer_without_routes_is_refused() -> None:
+    with pytest.raises(RunFailed, match="routes of 3 layers wanted, got none"):
+        read_answer(output(routed_experts=None), [1, 2])
+    with pytest.raises(RunFailed, match="routes of 4 layers wanted, got those of 3"):
+        read_answer(output(routed_experts=np.zeros((2, 3, 2), np.uint8)), [3])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: bash launch/vllm-env.sh")
 def test_the_real_engine_on_a_policy_of_ours(tmp_path: Path) -> None:
