@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -19,7 +18,7 @@ from .base import (
 )
 from .expert import expert_turns
 from .messages import Tools, declare_tools
-from .types import Action, Message, Role, Task, ToolCall
+from .types import LARGEST_REWARD, Action, Message, Role, Task, ToolCall
 
 ODD_TEXTS = ("", "   ", "\x00 \u2603", "no_such_tool a b c", "word " * 2000)
 ODD_CALLS = (
@@ -184,7 +183,7 @@ class _Checker:
             reward = reward.item()
         if not isinstance(reward, bool | int | float | np.bool_ | np.integer | np.floating):
             self.fail(f"step returned a reward of type {type(reward).__name__}, not a number")
-        if not math.isfinite(float(reward)):
+        if not abs(reward) <= LARGEST_REWARD:
             self.fail(f"step returned the reward {reward}")
         return float(reward)
 

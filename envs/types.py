@@ -12,6 +12,8 @@ import numpy as np
 
 Role = Literal["system", "user", "assistant", "tool"]
 Effort = Literal["low", "medium", "high", "max"]
+# Of a reward, up or down. fp32 holds more, but not the square of a gradient that it multiplies.
+LARGEST_REWARD = 1e15
 
 
 @dataclass(frozen=True, slots=True)

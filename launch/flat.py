@@ -38,6 +38,11 @@ def why_flat(rows: Rows) -> str:
         if (found := cause(steps)) is not None:
             return found
     updates = sum(not row["train/update_skipped"] for row in steps)
+    if updates == 0 and steps:
+        return (
+            f"none of {len(steps)} steps had anything to learn from: play more episodes a step, "
+            "or name teachers of their kinds"
+        )
     if updates < FEW:
         return f"only {updates} updates so far: raise steps"
     return f"no number of {updates} updates stands out: raise learner.lr, or read rollouts/"
@@ -96,11 +101,11 @@ def _equal_rewards(steps: Rows, flat: float) -> str | None:
 
 
 def _stale(steps: Rows) -> str | None:
-    stale, trained = _sum(steps, "train/tokens_stale"), _sum(steps, "learn/trained_tokens")
-    if stale <= trained:
+    stale, sampled = _sum(steps, "train/tokens_stale"), _sum(steps, "rollout/sampled_tokens")
+    if 2 * stale <= sampled:
         return None
     return (
-        f"{stale:.0f} of {stale + trained:.0f} sampled tokens were too old to learn from: raise "
+        f"{stale:.0f} of {sampled:.0f} sampled tokens were too old to learn from: raise "
         "max_staleness"
     )
 
@@ -182,7 +187,10 @@ def _reference(steps: Rows) -> str | None:
     if last is None or NEAR < abs(last) < FAR:
         return None
     if abs(last) <= NEAR:
-        return f"the policy is {last:.2g} nats from its reference: lower algorithm.kl"
+        return (
+            f"the policy is {last:.2g} nats from its reference: lower algorithm.kl, or raise "
+            "learner.lr"
+        )
     return (
         f"the policy went {last:.2g} nats per token away from its reference: raise algorithm.kl or "
         "lower learner.lr"
@@ -210,8 +218,9 @@ def _trained_only(steps: Rows) -> str | None:
 
 
 _CAUSES: tuple[Callable[[Rows], str | None], ...] = (
-    *(_failures, _cut, _not_finite, _left_out, _stale),  # nothing was learned from
-    *(_apart, _lost_routes, _removed, _clipped, _punished),  # something else was learned
+    # nothing was learned from; what is too old or too long makes rewards equal, not they it
+    *(_failures, _cut, _not_finite, _stale, _punished, _left_out),
+    *(_apart, _lost_routes, _removed, _clipped),  # something else was learned
     *(_collapsed, _uneven, _reference, _critic),
     *(_without_variance, _trained_only),
 )

@@ -32,6 +32,12 @@ def check_together(config: TrainConfig) -> None:
                 f"group_size={config.group_size} must be at least 2 with algorithm.name={name}, "
                 "which compares siblings"
             )
+        alone = config.groups_per_step == 1 and algorithm.credit == "trajectory"
+        if alone and algorithm.critic is None and config.algorithm.distill == 0:
+            raise UserError(
+                f"groups_per_step=1 must be at least 2 with group_size=1 and algorithm.name={name},"
+                " which compares the episodes of a step"
+            )
         reason = "it compares siblings, and group_size is 1; leave it out"
         check_unused("algorithm", config.algorithm, ["length_reward"], reason)
     if config.max_staleness == 0:

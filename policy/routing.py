@@ -121,6 +121,11 @@ class Routed(nn.Module):
                 f"routes of {list(routes.experts.shape[1:])} layers and experts per token for "
                 f"{len(routers)} routers of {sorted({router.k for router in routers})}"
             )
+        count = min(len(router.e_score_correction_bias) for router in routers)
+        meant = routes.known[:, None, None]
+        low, high = (end(routes.experts, where=meant, initial=0) for end in (np.min, np.max))
+        if low < 0 or high >= count:
+            raise ValueError(f"routes to experts {low} to {high} for routers of {count} experts")
         device = routers[0].weight.device
         # copies: arrays that Ray shares are read-only
         experts, known = (

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..rollout.types import LARGEST_REWARD
 from .ratio import difference, possible
 
 # Sums of the same turn rewards in another order differ in their last bits; dividing by a spread of
@@ -38,12 +39,13 @@ def group_relative(
     the other members. ``scale="std"`` divides by the population standard deviation (divided by
     n) of the same members the baseline was taken from. Members that share no spread are not
     divided; a group of equal rewards, or of one member, gives exactly 0. A reward that is not
-    finite marks a failed episode: it gets 0 and the group is formed by the others.
+    finite, or beyond `LARGEST_REWARD`, marks a failed episode: it gets 0 and the group is formed by
+    the others.
     """
     assert rewards.ndim == 1 and rewards.shape == group_ids.shape
     values = rewards.detach().to(torch.float64)
     advantages = torch.zeros_like(values)
-    valid = torch.isfinite(values)
+    valid = values.abs() <= LARGEST_REWARD
     for group in torch.unique(group_ids[valid]):
         members = torch.nonzero(valid & (group_ids == group)).flatten()
         advantages[members] = _one_group(values[members], scale, baseline)
@@ -58,11 +60,11 @@ def batch_normalised(
 
     REINFORCE++, arXiv:2501.03262, plain and with baseline. Every outcome counts once, where the
     paper's implementation counts it once per token. A batch without spread gives exactly 0, a
-    reward that is not finite gets 0 and is left out.
+    reward that is not finite, or beyond `LARGEST_REWARD`, gets 0 and is left out.
     """
     assert rewards.ndim == 1 and rewards.shape == group_ids.shape
     values = rewards.detach().to(torch.float64)
-    valid = torch.isfinite(values)
+    valid = values.abs() <= LARGEST_REWARD
     advantages = torch.zeros_like(values)
     if baseline == "mean":
         kept = values.clone()

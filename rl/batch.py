@@ -13,7 +13,7 @@ import torch
 
 from ..policy.images import Placed
 from ..policy.routing import Routes
-from ..rollout.types import Group, Trajectory
+from ..rollout.types import LARGEST_REWARD, Group, Trajectory
 from .advantages import equal
 from .algorithms import AdvantageFunction, Flat
 from .credit import Credit, turn_advantages
@@ -34,7 +34,7 @@ class BatchStats:
     groups_without_variance: int
     groups_left_out: int
     trajectories: int
-    without_reward: int  # failed, or a reward that is not finite: masked, never a reward of 0
+    without_reward: int  # failed, or a reward that is none: masked, never a reward of 0
     without_tokens: int  # with a reward, but nothing to train: compared with nobody
     reward_mean: float
     success: float
@@ -179,7 +179,9 @@ def shares(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> li
 
 
 def _reward(trajectory: Trajectory) -> float:
-    return math.nan if trajectory.reward is None else float(trajectory.reward)
+    """The reward to learn from, nan where there is none or one that no gradient can follow."""
+    reward = math.nan if trajectory.reward is None else float(trajectory.reward)
+    return reward if abs(reward) <= LARGEST_REWARD else math.nan
 
 
 def _shaped(

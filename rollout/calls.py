@@ -19,7 +19,7 @@ from ..configs.errors import UserError, place_of
 from ..envs.base import MessageEnv, check_declared
 from ..envs.messages import opening
 from ..envs.registry import EnvBuildError
-from ..envs.types import Effort, Message, Role, Task
+from ..envs.types import LARGEST_REWARD, Effort, Message, Role, Task
 
 _SLOW_MEAN_S = 0.002  # a kind of call with a larger mean goes to the threads,
 _SLOW_TOTAL_S = 0.1  # once that has cost this much
@@ -304,7 +304,7 @@ def checked_messages(value: Any) -> tuple[Message, ...]:
 
 
 def number(reward: Any, env: MessageEnv | None) -> float | None:
-    """The reward as a float, None if it is missing, not finite or too large to be one."""
+    """The reward as a float, None if it is missing, not finite or beyond `LARGEST_REWARD`."""
     if reward is None:
         return None
     try:
@@ -317,7 +317,7 @@ def number(reward: Any, env: MessageEnv | None) -> float | None:
         raise UserError(
             f"environment {type(env).__name__}: the reward must be a number, got {shown(reward)}"
         ) from None
-    return value if np.isfinite(value) else None
+    return value if abs(value) <= LARGEST_REWARD else None
 
 
 def shown(value: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..configs.errors import RunFailed
+from ..envs.types import LARGEST_REWARD as LARGEST_REWARD
 from ..envs.types import StopReason
 from ..policy.images import Placed
 from ..policy.routing import Routes

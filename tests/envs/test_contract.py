@@ -139,6 +139,8 @@ NEW = (Message("tool", "x"),)
         ({"step": returns(NEW, "1.0", True, False, {})}, "reward of type str"),
         ({"step": returns(NEW, None, True, False, {})}, "reward of type NoneType"),
         ({"step": returns(NEW, math.nan, True, False, {})}, "reward nan"),
+        ({"step": returns(NEW, -1e16, True, False, {})}, r"reward -1e\+16"),
+        ({"step": returns(NEW, 10**400, True, False, {})}, "reward 1000"),
         ({"step": returns(NEW, 1.0, 1, False, {})}, "terminated of type int"),
         ({"step": returns((), 0.0, False, False, {})}, "no message though"),
         ({"step": returns((Message("assistant", "x"),), 0, True, False, {})}, "assistant"),

@@ -18,7 +18,7 @@ def rows(count: int = 30, **changes: Any) -> list[dict[str, Any]]:
         **{"learn/staleness_max": 0, "learn/log_ratio_first": 1e-6, "learn/entropy": 1.0},
         **{"learn/clip_fraction": 0.1, "learn/clip_fraction_low": 0.0},
         **{"learn/clip_fraction_high": 0.1, "learn/trajectories": 64},
-        **{"learn/groups_left_out": 2, "learn/optimizer_steps": 4},
+        **{"learn/groups_left_out": 2, "learn/optimizer_steps": 4, "rollout/sampled_tokens": 800},
     }
     own = {key.replace("__", "/"): value for key, value in changes.items()}
     return [{"step": 0, "eval/success": 0.3}, *({"step": i, **sound, **own} for i in range(count))]
@@ -57,12 +57,10 @@ EQUAL = "150 of 240 groups had equal rewards, most of them failed: warm up longe
         ({"learn__routes_known": 0.2}, "only 20% of the tokens had routes of the rollout"),
         ({"learn__routes_known": 0.8}, "no number of 30 updates stands out"),
         ({"learn__reference_kl": 1.5}, "the policy went 1.5 nats per token away from its refer"),
-        ({"learn__reference_kl": -1e-7}, "nats from its reference: lower algorithm.kl"),
+        ({"learn__reference_kl": -1e-7}, "lower algorithm.kl, or raise learner.lr"),
         ({"learn__reference_kl": 0.02}, "no number of 30 updates stands out"),
-        (
-            {"train__tokens_stale": 500, "learn__trained_tokens": 300},
-            "15000 of 24000 sampled tokens",
-        ),
+        ({"train__tokens_stale": 500}, "15000 of 24000 sampled tokens were too old"),
+        ({"train__tokens_stale": 400}, "no number of 30 updates stands out"),
         ({"learn__log_ratio_first": 0.2}, "rollout and learner differ by 0.2 nats per token"),
         ({"learn__correction_removed": 0.7}, "algorithm.correction removed 70% of the tokens"),
         (
@@ -72,7 +70,7 @@ EQUAL = "150 of 240 groups had equal rewards, most of them failed: warm up longe
         ({"learn__reward_shaping": -0.75}, "length took 0.75 off the mean reward"),
         ({}, "no number of 30 updates stands out"),
         ({"learn__log_ratio_first": 0.2, "learn__staleness_max": 2}, "no number of 30 updates"),
-        ({"train__update_skipped": 1}, "only 0 updates so far: raise steps"),
+        ({"train__update_skipped": 1}, "none of 30 steps had anything to learn from"),
     ],
 )
 def test_the_cause_is_named(changes: dict[str, Any], cause: str) -> None:
@@ -83,6 +81,20 @@ def test_the_cause_is_named(changes: dict[str, Any], cause: str) -> None:
 def test_what_taught_nothing_comes_before_what_taught_wrongly() -> None:
     equal = {"train__groups_without_variance": 7, "learn__clip_fraction": 0.9}
     assert "equal rewards" in why_flat(rows(**equal, learn__groups_left_out=7))
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"learn__reward_shaping": -1.0}, "length took 1.00 off the mean reward"),  # all over it
+        ({"train__tokens_stale": 600}, "18000 of 24000 sampled tokens were too old"),  # alone left
+    ],
+)
+def test_what_made_rewards_equal_comes_before_that_they_are(
+    changes: dict[str, Any], cause: str
+) -> None:
+    equal = {"train__groups_without_variance": 8, "learn__groups_left_out": 8}
+    assert cause in why_flat(rows(**equal, **changes, train__update_skipped=1))
 
 
 @pytest.mark.parametrize("critic", [False, True])
@@ -141,4 +153,5 @@ def test_without_two_evaluations_success_of_training_says_whether_a_run_rose() -
 def test_missing_numbers_name_nothing() -> None:
     """Rows in which all failed have no rewards, and JSON has no nan."""
     bare = [{"step": 1, "train/update_skipped": 1, "train/success": None, "learn/entropy": None}]
-    assert why_flat(bare * 2) == why_flat([]) == "only 0 updates so far: raise steps"
+    assert why_flat(bare * 2).startswith("none of 2 steps had anything to learn from")
+    assert why_flat([]) == "only 0 updates so far: raise steps"

@@ -82,6 +82,10 @@ def test_plugins_are_found_from_any_folder(
         ("resume=required", "resume=required: .* has no complete checkpoint"),
         ("group_size=0", "group_size=0 must be at least 1"),
         ("group_size=1", r"^group_size=1 must be at least 2 with algorithm\.name=grpo, which comp"),
+        (
+            "group_size=1 groups_per_step=1 algorithm.name=reinforce_pp",
+            r"^groups_per_step=1 must be at least 2 with group_size=1 and algorithm\.name=reinf",
+        ),
         ("learner.replay=learner", r"learner.replay=learner would have no effect: .*minibatches"),
         (
             "learner.minibatches=9",
@@ -139,6 +143,8 @@ def test_bad_input_is_one_line(config: TrainConfig, override: str, message: str)
         "algorithm.name=dapo learner.minibatches=24",
         "algorithm.length_reward=0.5",
         "algorithm.name=rloo",
+        "group_size=1 groups_per_step=1 algorithm.name=reinforce_pp algorithm.credit=turn",
+        "group_size=1 groups_per_step=1 algorithm.name=ppo",
         "algorithm.name=rloo learner.minibatches=2 max_staleness=1 algorithm.correction=icepop",
         "max_staleness=1",
     ],

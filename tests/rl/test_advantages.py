@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -180,12 +181,43 @@ def test_groups_of_equal_rewards_differ_in_the_batch_but_not_from_their_mean() -
     assert batch_normalised(rewards, groups, baseline="mean").tolist() == [0.0] * 14
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_leaves_the_batch(bad: float) -> None:
-    rewards, groups = torch.tensor([1.0, bad, 0.0, 1.0]), torch.zeros(4, dtype=torch.int64)
-    got = batch_normalised(rewards, groups).tolist()
+@pytest.mark.parametrize("baseline", ["none", "mean"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e200, -1e308])
+def test_a_reward_that_is_none_leaves_the_batch(bad: float, baseline: Any) -> None:
+    rewards = torch.tensor([1.0, bad, 0.0, 1.0], dtype=torch.float64)
+    groups = torch.zeros(4, dtype=torch.int64)
+    got = batch_normalised(rewards, groups, baseline=baseline).tolist()
     assert got == pytest.approx([0.70711, 0.0, -1.41421, 0.70711], abs=1e-5) and got[1] == 0.0
-    assert batch_normalised(torch.full((3,), bad), groups[:3]).tolist() == [0.0] * 3
+    nothing = torch.full((3,), bad, dtype=torch.float64)
+    assert batch_normalised(nothing, groups[:3], baseline=baseline).tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("scale", ["std", "none"])
+@pytest.mark.parametrize("huge", [1.1e15, 1e39, 1e200, -1e308])
+def test_a_reward_beyond_all_bounds_leaves_its_group(
+    huge: float, scale: Any, baseline: Any
+) -> None:
+    """Its square, or the sum of two, would be no number."""
+    rewards = torch.tensor([1.0, huge, 0.0, huge, 3.0], dtype=torch.float64)
+    groups = torch.zeros(5, dtype=torch.int64)
+    own = torch.tensor([0, 2, 4])
+    got = group_relative(rewards, groups, scale=scale, baseline=baseline)
+    want = group_relative(rewards[own], groups[own], scale=scale, baseline=baseline)
+    assert got[own].tolist() == want.tolist() and got[[1, 3]].tolist() == [0.0, 0.0]
+    largest = group_relative(torch.tensor([1e15, -1e15, 0.0]), groups[:3], scale=scale)
+    assert largest.isfinite().all() and largest[0] > 0 > largest[1]
+
+
+def test_advantages_have_no_gradient() -> None:
+    rewards, groups = torch.tensor([1.0, 0.0], requires_grad=True), torch.tensor([0, 0])
+    end = torch.tensor([False, True])
+    for made in (
+        group_relative(rewards, groups),
+        batch_normalised(rewards, groups),
+        gae(rewards, rewards, end, ~end, rewards, 1.0, 1.0),
+    ):
+        assert not made.requires_grad
 
 
 def test_a_teachers_advantage_is_bounded() -> None:

@@ -93,7 +93,7 @@ def test_failed_episodes_leave_their_group_and_are_counted() -> None:
     assert stats.reward_mean == pytest.approx(2 / 3) and stats.success == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf, 1e200, -1.1e15])
 def test_a_reward_that_is_none_leaves_loss_and_gradient_to_the_others(bad: float | None) -> None:
     """C22: in the loss of the group too, which is that of its three valid members."""
     algorithm = make_algorithm(AlgorithmConfig(aggregation="sequence"))

@@ -99,6 +99,13 @@ def test_on_the_policys_own_samples_nothing_is_removed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("ends", [{"low": 1.0}, {"high": 1.0}])
+def test_a_ratio_at_the_end_of_the_range_is_within(name: str, ends: dict[str, float]) -> None:
+    got = correct(CORRECTIONS[name], [1.0, 1.0], [0, 0], **ends)
+    assert got.weights.tolist() == [1.0, 1.0, 0.0] and float(got.metrics["correction_removed"]) == 0
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
 @pytest.mark.parametrize("apart", [-math.inf, -1e4, 1e4, math.inf])
 def test_extreme_ratios_give_finite_weights(name: str, apart: float) -> None:
     proximal = torch.tensor([min(apart, -1.0), -1.0])
@@ -216,21 +223,22 @@ def test_weights_of_an_aggregation_multiply_those_of_the_correction() -> None:
 @pytest.mark.parametrize("name", CORRECTIONS)
 @pytest.mark.parametrize("which", ["proximal", "behavior", "both"])
 def test_a_token_that_a_policy_never_gives_is_removed_and_no_other(name: str, which: str) -> None:
-    never, usual = torch.tensor([-math.inf, -2.0, -1.0]), torch.tensor([-2.0, -2.0, -1.0])
+    never, usual = torch.full((4,), -math.inf), torch.tensor([-2.0, -2.0, -1.0, -2.0])
+    never[1:3] = usual[1:3]
     proximal = usual if which == "behavior" else never
     behavior = usual if which == "proximal" else never
-    yes = torch.ones(3, dtype=torch.bool)
-    whole: Any = {"sequence_ids": torch.zeros(3, dtype=torch.int64), "denominator": 3}
+    yes = torch.tensor([True, True, True, False])  # the last is not trained, and no part of a count
+    whole: Any = {"sequence_ids": torch.zeros(4, dtype=torch.int64), "denominator": 3}
     got = CORRECTIONS[name](proximal, behavior, yes, **whole)
-    assert got.weights.tolist() == [0.0, 1.0, 1.0]
+    assert got.weights.tolist() == [0.0, 1.0, 1.0, 0.0]
     assert float(got.metrics["correction_removed"]) == pytest.approx(1 / 3)
     for loss in (ppo_clip, gspo, cispo, reinforce):
         logprobs = usual.clone().requires_grad_()
-        given = (logprobs, proximal, behavior, torch.ones(3), yes)
+        given = (logprobs, proximal, behavior, torch.ones(4), yes)
         out = decoupled(loss, CORRECTIONS[name], *given, **whole)
         (gradient,) = torch.autograd.grad(out.loss, logprobs)
         assert out.loss.isfinite() and gradient.isfinite().all() and gradient[0] == 0.0
-        assert gradient[1:].all()
+        assert gradient[1:3].all() and gradient[3] == 0.0
         told = [*out.metrics.values(), *out.maxima.values()]
         assert all(value.isfinite() for value in told)
         assert float(out.metrics["infinite_logprobs"]) == pytest.approx(1 / 3)

@@ -54,6 +54,20 @@ def test_advantages_cross_tool_text_and_stop_at_the_end_of_a_sequence() -> None:
     assert got.values.tolist() == values.tolist()
 
 
+def test_what_is_added_to_rewards_is_judged_as_they_are() -> None:
+    """The KL to a reference, taken off the reward of each token."""
+    batch, last = packed(), torch.tensor([9.0, 8.0])
+    values = torch.tensor([0.5, 1.0, 1.0, 2.0, 3.0])
+    more = torch.tensor([-0.5, 0.25, -1.0, 0.0, -2.0], dtype=torch.float64)
+    assert batch.rewards is not None
+    rewards = batch.rewards.copy()
+    rewards[batch.loss_mask] += more.numpy()
+    got = judge(batch, values, last, CRITIC, more)
+    want = judge(replace(batch, rewards=rewards), values, last, CRITIC)
+    assert got.advantages.tolist() == pytest.approx(want.advantages.tolist())
+    assert got.advantages[2].item() == 0.0  # 2 - 1 - 1, with nothing to come
+
+
 def test_the_last_sequence_may_be_the_one_that_terminates() -> None:
     """The same two sequences in the other order have the same advantages."""
     one = packed()

@@ -272,3 +272,12 @@ def test_distances_have_bounds_and_largest_values() -> None:
     assert told["kl"] == pytest.approx((19 + math.e - 2) / 3, rel=1e-6)
     assert told["ratio_max"] == pytest.approx(math.e)
     assert (told["log_ratio_max"], told["kl_max"]) == (20.0, pytest.approx(19.0))
+
+
+def test_sapo_by_itself_has_the_temperatures_that_the_documents_name() -> None:
+    logprobs, behavior = torch.tensor([-1.0, -1.0]), torch.tensor([-1.3, -0.8])
+    whole: Any = {"sequence_ids": torch.zeros(2, dtype=torch.int64), "denominator": 1}
+    for advantage in (1.0, -1.0):
+        given = (logprobs, behavior, torch.full((2,), advantage), torch.ones(2).bool())
+        own, named = sapo(*given, **whole), sapo(*given, **whole, tau_pos=1.0, tau_neg=1.05)
+        assert own.loss.item() == named.loss.item() != 0.0

@@ -224,14 +224,15 @@ def test_tokens_of_a_sequence_that_lie_apart_are_refused(ids: list[int]) -> None
 def test_a_token_that_a_policy_never_gives_adds_no_distance(
     which: str, estimator: Estimator, gradient: Any
 ) -> None:
-    never = torch.tensor([-math.inf, -1.5])
-    usual, yes = torch.tensor([-1.0, -1.0]), torch.tensor([True, True])
+    never = torch.tensor([-math.inf, -1.5, -1.5, -math.inf])
+    usual, yes = torch.full((4,), -1.0), torch.tensor([True, True, True, False])
     policy = (usual * 2 if which == "reference" else never).clone().requires_grad_()
     reference = usual if which == "policy" else never
-    out = kl_loss(*(policy, reference, yes), denominator=2, estimator=estimator, gradient=gradient)
+    out = kl_loss(*(policy, reference, yes), denominator=4, estimator=estimator, gradient=gradient)
+    assert not any(value.requires_grad for value in out.metrics.values())
     (slopes,) = torch.autograd.grad(out.loss, policy)
     assert out.loss.isfinite() and slopes.isfinite().all() and slopes[0] == 0.0
-    assert float(out.metrics["reference_infinite"]) == 0.5
+    assert float(out.metrics["reference_infinite"]) == 0.25
     assert out.metrics["reference_kl"].isfinite()
     given = kl_reward(policy, reference, yes, coefficient=0.5, estimator=estimator)
     assert given.isfinite().all() and given[0] == 0.0

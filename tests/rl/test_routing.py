@@ -420,6 +420,16 @@ def test_routes_of_another_policy_are_refused() -> None:
         replay = policy.replayed_routes(Routes(experts, known))
         with pytest.raises(ValueError, match=r"for 3 routers of \[2\]"), replay:
             pass
+    for number in (8, 255, -1):  # of a policy with more experts, or none at all
+        odd = np.zeros((4, LAYERS, K), np.int16)
+        odd[2, 1, 1] = number
+        with (
+            pytest.raises(ValueError, match="routers of 8 experts"),
+            policy.replayed_routes(Routes(odd, known)),
+        ):
+            pass
+        with policy.replayed_routes(Routes(odd, np.arange(4) != 2)):  # mean nothing
+            policy(torch.zeros(1, 4, dtype=torch.long))
     replay = policy.replayed_routes(Routes(rows(4) % 8, known))
     with replay, pytest.raises(ValueError, match="routes of 4 tokens for 5 tokens"):
         policy(torch.zeros(1, 5, dtype=torch.long))

@@ -38,6 +38,11 @@ def test_what_can_change_a_reward() -> None:
     assert Shaping().acts(one) and Shaping(limit=5).acts(none) and Shaping(-0.1).acts(none)
 
 
+def test_one_token_more_is_longer() -> None:
+    lengths, yes = torch.tensor([4, 3]), torch.ones(2, dtype=torch.bool)
+    assert length_reward(lengths, yes, torch.zeros(2), yes).tolist() == [-0.5, 0.5]
+
+
 def test_length_reward_within_a_group() -> None:
     lengths = torch.tensor([10, 20, 30, 10, 30, 7, 5, 5])
     correct = torch.tensor([True, True, True, False, False, True, True, False])

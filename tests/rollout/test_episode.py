@@ -234,7 +234,11 @@ def test_awkward_exceptions_become_text(error: str, name: str, text: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "reward", [float("nan"), float("inf"), -np.inf, None, pytest.param(10**5000, id="huge")]
+    "reward",
+    [
+        *(float("nan"), float("inf"), -np.inf, None, 1.1e15, -1e200),
+        pytest.param(10**5000, id="huge"),
+    ],
 )
 def test_rewards_that_are_no_value_mask_the_episode(reward: Any) -> None:
     """C22."""
