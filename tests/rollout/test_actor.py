@@ -211,11 +211,11 @@ def test_running_completions_do_as_the_run_says(
     own = (str(tiny_checkpoint), ENV, rollout, 2000, 3)
     pool = RolloutPool(*own, in_flight=in_flight)
     try:
-        pool.sync(fakes.publish(policy, 0))
+        pool.sync(Learner(fakes.publish(policy, 0)))
         parts = pool.submit(TASKS[:2], 1)
         time.sleep(0.7)
         change(policy)
-        pool.sync(fakes.publish(policy, 1))
+        pool.sync(Learner(fakes.publish(policy, 1)))
         groups, stats = pool.collect(parts)
     finally:
         pool.close()
