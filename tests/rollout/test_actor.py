@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -215,7 +216,13 @@ def test_running_completions_do_as_the_run_says(
         parts = pool.submit(TASKS[:2], 1)
         time.sleep(0.7)
         change(policy)
-        pool.sync(Learner(fakes.publish(policy, 1)))
+        syncing = threading.Thread(target=pool.sync, args=(Learner(fakes.publish(policy, 1)),))
+        syncing.start()
+        if in_flight == "wait":  # which takes as long as what runs
+            time.sleep(0.3)
+            with pytest.raises(RunFailed, match=r"^weight sync refused: another is at work"):
+                pool.sync(Learner(fakes.publish(policy, 2)))
+        syncing.join()
         groups, stats = pool.collect(parts)
     finally:
         pool.close()
