@@ -231,14 +231,14 @@ class RolloutPool:
                 "those that the learner has"
             )
         for part in self._playing:
-            if part.slot in again and not _finished(part.ref):
+            if part.slot in again and _death(part.ref) is not None:
                 run = self.actors[part.slot].run
                 part.ref = run.remote(part.tasks, part.group_size, part.greedy)
 
     def _gone(self) -> set[int]:
         """Slots whose actors do not answer any more."""
         pings = [actor.ping.remote() for actor in self.actors]
-        return {slot for slot, ref in enumerate(pings) if not _finished(ref)}
+        return {slot for slot, ref in enumerate(pings) if _death(ref) is not None}
 
     def _count(self, lost: ActorLost, slots: set[int]) -> None:
         """Say which actors start again; RunFailed if these are too many."""
@@ -287,7 +287,8 @@ class RolloutPool:
                 learner.close()
             else:
                 learner.published(ready)  # raises what ended the learner, if anything did
-            _raise(error)
+            # An actor may miss another before Ray tells of its end.
+            _raise(next(filter(None, map(_death, receiving)), error))
         return learner.published(sending), max(ray.get(receiving))
 
 
@@ -321,12 +322,12 @@ def _raise(error: RayError) -> NoReturn:
     raise error
 
 
-def _finished(ref: ray.ObjectRef) -> bool:
-    """Wait for the end of a call: whether its actor brought it to one, if only by an error."""
+def _death(ref: ray.ObjectRef) -> RayError | None:
+    """Wait for the end of a call: that of its actor, if it did not bring it to one itself."""
     try:
         ray.get(ref)
     except RayTaskError:
-        return True
-    except RayError:
-        return False
-    return True
+        return None
+    except RayError as error:
+        return error
+    return None

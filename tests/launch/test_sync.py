@@ -38,7 +38,7 @@ ENV = EnvConfig(
     kwargs={"prompt": " go", "replies": [" red", " green blue", " black"]},
     plugins=(fakes.__file__,),
 )
-ROLLOUT = RolloutConfig(actors=2, concurrency=5, max_turn_tokens=6, env_retries=0)
+ROLLOUT = RolloutConfig(actors=2, concurrency=5, max_turn_tokens=6, env_retries=0, restarts=0)
 TASKS = [Task(f"t{i}", i, (), {"delay": 0.6}) for i in range(4)]
 TRANSPORTS = ("objects", "collective")
 

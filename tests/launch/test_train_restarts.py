@@ -11,11 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
 
-from farhorizon.configs.schema import EnvConfig, LearnerConfig, RolloutConfig, TrainConfig
+from farhorizon.configs.schema import (
+    EnvConfig,
+    LearnerConfig,
+    RolloutConfig,
+    SyncConfig,
+    TrainConfig,
+)
 from farhorizon.launch.checkpoints import newest
 from farhorizon.launch.train import train
 from farhorizon.policy.checkpoint import load_checkpoint
@@ -105,8 +112,16 @@ def test_a_run_whose_only_actor_is_killed_ends_as_one_in_one_go(
     assert weights(config) == weights(whole)
 
 
-def test_a_run_with_a_batch_in_flight_loses_no_task(config: TrainConfig) -> None:
-    config = replace(config, max_staleness=1, rollout=replace(config.rollout, actors=2))
+@pytest.mark.parametrize("transport", ["objects", "collective"])
+def test_a_run_with_a_batch_in_flight_loses_no_task(
+    config: TrainConfig, transport: Literal["objects", "collective"]
+) -> None:
+    config = replace(
+        config,
+        max_staleness=1,
+        rollout=replace(config.rollout, actors=2),
+        sync=SyncConfig(transport=transport),
+    )
     with killing(config, after=2):
         assert train(config) == 0
     assert rows(config)[-1]["train/actors_restarted"] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ import ray
 import torch
 
 from farhorizon.configs.errors import RunFailed, UserError
-from farhorizon.configs.schema import EnvConfig, RolloutConfig
+from farhorizon.configs.schema import EnvConfig, InFlight, RolloutConfig
 from farhorizon.envs.types import Message, StopReason, Task
 from farhorizon.policy import Policy
 from farhorizon.policy.checkpoint import load_checkpoint
@@ -199,6 +200,40 @@ def test_weights_change_under_running_episodes(pool: RolloutPool, tiny_checkpoin
 
     after, _ = pool.collect(pool.submit(TASKS, 3))
     assert ids(after) == ids(on(policy, tiny_checkpoint)) != ids(before)
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+def test_running_completions_do_as_the_run_says(
+    ray_local: None, tiny_checkpoint: Path, in_flight: InFlight
+) -> None:
+    """No completion has tokens of two versions, of those that new weights came upon either."""
+    policy = load_checkpoint(tiny_checkpoint).policy
+    rollout = replace(ROLLOUT, actors=1, max_turn_tokens=300)
+    own = (str(tiny_checkpoint), ENV, rollout, 2000, 3)
+    pool = RolloutPool(*own, in_flight=in_flight)
+    try:
+        pool.sync(Learner(fakes.publish(policy, 0)))
+        parts = pool.submit(TASKS[:2], 1)
+        time.sleep(0.7)
+        change(policy)
+        syncing = threading.Thread(target=pool.sync, args=(Learner(fakes.publish(policy, 1)),))
+        syncing.start()
+        if in_flight == "wait":  # which takes as long as what runs
+            time.sleep(0.3)
+            with pytest.raises(RunFailed, match=r"^weight sync refused: another is at work"):
+                pool.sync(Learner(fakes.publish(policy, 2)))
+        syncing.join()
+        groups, stats = pool.collect(parts)
+    finally:
+        pool.close()
+    played = [t for group in groups for t in group.trajectories]
+    sampled = [s.versions.tolist() for t in played for s in t.segments if s.sampled]
+    assert all(len(set(versions)) == 1 for versions in sampled)
+    assert sampled[-1][0] == 1 and stats.stale_tokens == 0
+    if in_flight == "abort":
+        assert stats.discarded_tokens > 0
+    else:
+        assert stats.discarded_tokens == 0 and set(sampled[0]) == {0}
 
 
 def test_a_pool_that_cannot_start_says_why(ray_local: None, tiny_checkpoint: Path) -> None:

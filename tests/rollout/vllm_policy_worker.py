@@ -119,8 +119,8 @@ def main() -> None:
         assert not generator.step()
     weights = dict(new.state_dict())
     with generator.updating(1), holder.serving(dict(weights)):
-        out["difference"] = engine.difference(holder._loaded)
-    stored = dict(holder._loaded)
+        stored = dict(holder._loaded)
+        out["difference"] = engine.difference(stored)
     spanning = play(generator)[running]
     out["versions"] = spanning.versions.tolist()
     fresh = generator.open(PROMPT, [5], HOT)[0]
