@@ -7,6 +7,7 @@ needs no Ray: a process publishes as rank 0 of a learner does, another takes ove
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing as processes
+from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
 from ..configs.benchmarks import SyncBenchConfig
 from ..configs.bounds import check_bounds
@@ -86,13 +87,13 @@ def bench_sync(config: SyncBenchConfig) -> int:
 
 def run(policy: PolicyConfig, bucket_mb: int, repeats: int, seed: int) -> Mapping[str, Any]:
     """The figures of one size of buckets, printed."""
-    context = processes.get_context("spawn")
+    context = multiprocessing.get_context("spawn")
     ends: tuple[Connection, Connection] = context.Pipe()
     out = context.SimpleQueue()
     arguments = (policy.to_dict(), bucket_mb, repeats, seed, ends, out)
     try:
-        processes.spawn(_side, arguments, nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
-    except processes.ProcessRaisedException as error:
+        spawn(_side, arguments, nprocs=2)
+    except ProcessRaisedException as error:
         text = str(error).strip().splitlines()[-1]
         raise RunFailed(f"bench sync: a process failed with {text}") from error
     transport, figures = out.get()

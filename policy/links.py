@@ -30,6 +30,7 @@ SECONDS = 600.0  # without any news from the other side, after which a sync has 
 AHEAD = 2  # buckets that are on their way while another is made
 PAUSE = 2e-4  # seconds between two looks at a transfer
 LOOPBACK = "127.0.0.1"
+_C10D: Any = dist  # whose names for groups without the default one have no types
 _STOP = "stop"
 _abandoned: list[Any] = []
 
@@ -135,7 +136,7 @@ class Meeting:
         """Let the sender give up what it is sending; nothing if it is gone."""
         with suppress(RuntimeError):
             limit = timedelta(seconds=5)
-            dist.TCPStore(self.host, self.port, None, False, limit, False).set(_STOP, "")
+            _C10D.TCPStore(self.host, self.port, None, False, limit, False).set(_STOP, "")
 
 
 class _Member:
@@ -144,7 +145,7 @@ class _Member:
     def __init__(self, meeting: Meeting, rank: int, seconds: float, listener: int = -1) -> None:
         self._meeting, self._rank, self._seconds = meeting, rank, seconds
         place: dict[str, Any] = {} if listener < 0 else {"master_listen_fd": listener}
-        self._store = dist.TCPStore(
+        self._store = _C10D.TCPStore(
             meeting.host,
             meeting.port,
             meeting.size,
@@ -158,13 +159,13 @@ class _Member:
     def join(self) -> None:
         """Make the group, once; waits until all members do."""
         if self._group is None:
-            store = dist.PrefixStore("group", self._store)
+            store = _C10D.PrefixStore("group", self._store)
             make = _gloo if self._meeting.backend == "gloo" else _nccl
             self._group = make(store, self._rank, self._meeting, timedelta(seconds=self._seconds))
 
     def broadcast(self, payload: Tensor) -> Any:
         """Begin to send it, or to receive into it."""
-        options = dist.BroadcastOptions()
+        options = _C10D.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         return self._group.broadcast([payload], options)
 
@@ -335,7 +336,7 @@ def _room(size: int, device: str) -> Tensor:
 
 def _gloo(store: Any, rank: int, meeting: Meeting, timeout: timedelta) -> Any:
     """A group of CPUs. On one machine no port of it is open to others."""
-    made: Any = dist.ProcessGroupGloo  # type: ignore[reportPrivateImportUsage]
+    made = _C10D.ProcessGroupGloo
     options = made._Options()
     own = LOOPBACK if meeting.host == LOOPBACK else _own_address(meeting)
     options._devices = [made.create_device(hostname=own)]
@@ -346,7 +347,7 @@ def _gloo(store: Any, rank: int, meeting: Meeting, timeout: timedelta) -> Any:
 def _nccl(store: Any, rank: int, meeting: Meeting, timeout: timedelta) -> Any:
     """A group of GPUs. By itself torch would end the process of whoever waits for a member that has
     died; it is for `_Member.wait` to tell of it."""
-    made: Any = dist.ProcessGroupNCCL  # type: ignore[reportPrivateImportUsage]
+    made = _C10D.ProcessGroupNCCL
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"

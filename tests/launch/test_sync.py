@@ -52,7 +52,7 @@ def pool(ray_local: None, tiny_checkpoint: Path) -> Iterator[RolloutPool]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_actors_follow_a_learner_of_two_ranks_while_they_play(
-    pool: RolloutPool, tiny_checkpoint: Path, transport: str
+    pool: RolloutPool, tiny_checkpoint: Path, transport: Any
 ) -> None:
     """Shards of ZeRO 3, gathered and sent while actors sample with the weights of before."""
     config = LearnerConfig(ranks=2, zero_stage=3, lr=1e-2, micro_batch_tokens=64)
@@ -129,7 +129,7 @@ class DeadlyRank:
     def place(self) -> Place:
         return Place(ray.util.get_node_ip_address(), "")
 
-    def connect(self, transport: str, host: str, readers: int) -> Any:
+    def connect(self, transport: Any, host: str, readers: int) -> Any:
         return self.publisher.connect(transport, host, readers)
 
     def announce(self) -> Any:
@@ -148,15 +148,16 @@ class DeadlyRank:
 class DeadlyGroup(LearnerGroup):
     """A group of one such rank."""
 
-    def __init__(self, folder: Path, transport: str, victim: int) -> None:
+    def __init__(self, folder: Path, transport: Any, victim: int) -> None:
         self.sync_config = SyncConfig(transport=transport, bucket_mb=0)
-        self.actors = [ray.remote(num_cpus=0.01)(DeadlyRank).remote(str(folder), victim)]
+        actor: Any = ray.remote(num_cpus=0.01)(DeadlyRank)
+        self.actors = [actor.remote(str(folder), victim)]
         self._starting, self._folder = [], None
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_actor_that_is_killed_between_buckets_ends_a_sync_in_one_line(
-    pool: RolloutPool, tiny_checkpoint: Path, transport: str
+    pool: RolloutPool, tiny_checkpoint: Path, transport: Any
 ) -> None:
     """The learner is still there to be saved, the other actor serves what it had."""
     learner = DeadlyGroup(tiny_checkpoint, transport, pool.process_ids[0])
@@ -172,7 +173,7 @@ def test_an_actor_that_is_killed_between_buckets_ends_a_sync_in_one_line(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_learner_that_is_killed_between_buckets_ends_a_sync_in_one_line(
-    pool: RolloutPool, tiny_checkpoint: Path, transport: str
+    pool: RolloutPool, tiny_checkpoint: Path, transport: Any
 ) -> None:
     learner = DeadlyGroup(tiny_checkpoint, transport, 0)
     try:
@@ -186,7 +187,7 @@ def test_a_learner_that_is_killed_between_buckets_ends_a_sync_in_one_line(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_weights_that_cannot_be_published_end_a_sync_with_their_reason(
-    pool: RolloutPool, tiny_checkpoint: Path, transport: str
+    pool: RolloutPool, tiny_checkpoint: Path, transport: Any
 ) -> None:
     config = LearnerConfig(ranks=2, lr=1e-3, micro_batch_tokens=64)
     sync = SyncConfig(transport=transport)

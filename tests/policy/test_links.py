@@ -47,7 +47,7 @@ def test_every_receiver_gets_all_buckets_of_each_turn(sender: Sender) -> None:
             found[rank].append(list(receiver.receive(announced, "cpu")))
         receiver.close()
 
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     threads = [threading.Thread(target=receive, args=(rank,)) for rank in found]
     try:

@@ -142,7 +142,7 @@ class Faulty(EngineWeights):
     after: Any = None
 
     @contextmanager
-    def serving(self, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+    def serving(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
         with super().serving(weights):
             if self.after is not None:
                 self.after()
