@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -281,3 +282,19 @@ def test_sapo_by_itself_has_the_temperatures_that_the_documents_name() -> None:
         given = (logprobs, behavior, torch.full((2,), advantage), torch.ones(2).bool())
         own, named = sapo(*given, **whole), sapo(*given, **whole, tau_pos=1.0, tau_neg=1.05)
         assert own.loss.item() == named.loss.item() != 0.0
+
+
+@pytest.mark.parametrize(
+    ("loss", "low", "high"),
+    [
+        *((named, 0.2, 0.2) for named in (ppo_clip, grpo, dr_grpo, reinforce_pp)),
+        (dapo, 0.2, 0.28),
+        (gspo, 3e-4, 4e-4),
+        (k25, 0.5, 1.0),
+    ],
+)
+def test_ranges_by_themselves_are_those_that_the_documents_name(
+    loss: Callable[..., LossOutput], low: float, high: float
+) -> None:
+    usual = inspect.signature(loss).parameters
+    assert [usual[f"clip_{side}"].default for side in ("low", "high")] == [low, high]
