@@ -34,7 +34,6 @@ from .measure import lines_to, origin
 LEAST_SHARE = 0.6  # of the speed of the plain transfer
 MOST_PROOF = 0.1, 0.05  # seconds, or that share of a sync, of digests and canary together
 PROOF = ("digests", "verify", "prove", "canary")
-SECONDS = 120.0
 Figures = dict[str, float]
 
 
@@ -190,7 +189,7 @@ def _take_over(policy: Policy, bucket_mb: int, repeats: int, other: Connection) 
     announced: Announcement = other.recv()
     hashing: float = other.recv()
     device = next(policy.parameters()).device
-    link = None if meeting is None else Receiver(meeting, 1, SECONDS)
+    link = None if meeting is None else Receiver(meeting, 1)
     payloads = _payloads(announced.manifest.nbytes, bucket_mb, device)
     plain = _copies(payloads, other) if link is None else _broadcasts(link, payloads, other)
     times = [_timed(plain) for _ in range(repeats + 1)]
