@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -287,7 +287,7 @@ class Receiver(_Member):
                 f"({last_line(error)})"
             ) from error
 
-    def receive(self, announced: Announcement, device: str) -> Iterator[Bucket]:
+    def receive(self, announced: Announcement, device: str) -> Generator[Bucket]:
         """The buckets of an announced publication, in memory of their own on ``device``, each as
         soon as it is complete. RunFailed if they stop coming."""
         coming: deque[tuple[Bucket, Any]] = deque()

@@ -70,7 +70,7 @@ def test_every_receiver_gets_all_buckets_of_each_turn(sender: Sender) -> None:
 def test_nobody_else_can_reach_a_meeting_on_one_machine(sender: Sender) -> None:
     with socket.create_connection((LOOPBACK, sender.meeting.port)):
         pass
-    others = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
+    others = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
     for address in others - {LOOPBACK, "::1"}:
         with pytest.raises(OSError):
             socket.create_connection((address, sender.meeting.port), timeout=2).close()

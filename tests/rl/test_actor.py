@@ -18,6 +18,7 @@ import torch
 from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig
 from farhorizon.policy.checkpoint import load_checkpoint
+from farhorizon.policy.links import StoredBucket
 from farhorizon.policy.records import StageRecord
 from farhorizon.policy.weights import digest
 from farhorizon.rl import batch
@@ -107,7 +108,8 @@ def test_updates_publishes_saves_and_resumes(
     receiver = WeightReceiver(PolicyWeights(rollout))
     receiver.begin(announced)
     for bucket in publication.buckets:
-        receiver.load(ray.get(bucket).open(0))
+        stored: StoredBucket = ray.get(bucket)
+        receiver.load(stored.open(0))
     receiver.verify(publication)
     assert receiver.commit().number == 1
 
