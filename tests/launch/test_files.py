@@ -28,6 +28,7 @@ def test_a_second_process_is_kept_out_until_the_first_has_gone(tmp_path: Path) -
     mine, its = context.Pipe()
     first = context.Process(target=hold, args=(folder, its))
     first.start()
+    its.close()  # or a first one that ends at once would be waited for
     assert mine.recv() == "in"
     with (
         pytest.raises(UserError, match=rf"^output {folder}: another process works in it; "),
