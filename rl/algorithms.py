@@ -222,7 +222,7 @@ CREDIT: dict[str, Any] = {"credit": "trajectory"}
 GROUP: dict[str, Any] = {"scale": "std", "baseline": "mean"}
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
 CRITIC: dict[str, Any] = {
-    **{"gamma": 1.0, "lam": 0.95, "value_coefficient": 0.1, "value_clip": 0.2},
+    **{"gamma": 1.0, "lam": 1.0, "value_coefficient": 0.1, "value_clip": 0.2},
 }
 WINDOW: dict[str, Any] = {"clip_low": 0.5, "clip_high": 1.0, "tau": 0.01}
 

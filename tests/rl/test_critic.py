@@ -54,6 +54,33 @@ def test_advantages_cross_tool_text_and_stop_at_the_end_of_a_sequence() -> None:
     assert got.values.tolist() == values.tolist()
 
 
+def test_a_reward_reaches_the_first_token_of_a_long_episode_by_default() -> None:
+    """Whatever the critic says in between: a trace below 1 would leave the first of a thousand
+    tokens with what values claim."""
+    count = 1000
+    ids = np.zeros(count, np.int64)
+    rewards = np.zeros(count)
+    rewards[-1] = 1
+    batch = replace(
+        packed(),
+        input_ids=ids,
+        cu_seqlens=np.array([0, count], np.int32),
+        loss_mask=np.ones(count, np.bool_),
+        behavior_logprobs=ids.astype(np.float32),
+        advantages=ids.astype(np.float32),
+        sequence_ids=ids,
+        kinds=("",),
+        rewards=rewards,
+        terminated=np.array([True]),
+    )
+    critic = make_algorithm(AlgorithmConfig(name="ppo")).critic
+    assert critic is not None
+    values = torch.linspace(0.5, -0.5, count)
+    got = judge(batch, values, torch.zeros(1), critic)
+    assert torch.allclose(got.returns, torch.ones(count, dtype=torch.float64), atol=1e-6)
+    assert got.advantages[0] == pytest.approx(0.5, abs=1e-6)
+
+
 def test_what_is_added_to_rewards_is_judged_as_they_are() -> None:
     """The KL to a reference, taken off the reward of each token."""
     batch, last = packed(), torch.tensor([9.0, 8.0])
