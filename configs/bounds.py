@@ -238,13 +238,20 @@ def check_bounds(config: Any) -> None:
     ):
         raise UserError(
             f"learner.dtype={config.learner.dtype} must be float32 in train: rollout computes in "
-            "float32, so the log-probs of its samples would not be the learner's"
+            "float32, so the log-probs of its samples would not be the learner's; or set "
+            f"rollout{'.vllm' if config.rollout.engine == 'vllm' else ''}.dtype=bfloat16"
         )
 
 
 def computes_in_fp32(rollout: schema.RolloutConfig) -> bool:
     """Whether the engine's log-probs are those of fp32."""
-    return rollout.engine == "native" or rollout.vllm.dtype == "float32"
+    own = native_dtype(rollout) if rollout.engine == "native" else rollout.vllm.dtype
+    return own == "float32"
+
+
+def native_dtype(rollout: schema.RolloutConfig) -> str:
+    """What the native engine computes in; kernels of a GPU are for 16 bits."""
+    return rollout.dtype or ("bfloat16" if rollout.gpus > 0 else "float32")
 
 
 def _numbers(key: str, value: Any) -> list[tuple[str, Any]]:

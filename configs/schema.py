@@ -44,6 +44,7 @@ class RolloutConfig:
     actors: int = 1
     threads: int = 1  # torch threads per actor; 0 keeps torch's default
     gpus: float = 0.0  # share of a GPU that each actor reserves; 0 stays on the CPU
+    dtype: Literal["float32", "bfloat16"] | None = None  # native; None: bfloat16 on a GPU
     concurrency: int = 64  # sequences decoded together by one actor
     temperature: float = 1.0
     max_turn_tokens: int = 16

@@ -28,8 +28,10 @@ from ..policy import Policy, PolicyConfig
 from ..policy.links import LOOPBACK, Meeting, Place, Receiver, Sender, Sharing, choose
 from ..policy.weights import Announcement, Bucket, Publication, WeightManifest
 from ..rl.publish import Publisher
+from ..rollout.narrow import NarrowWeights
 from ..rollout.sync import PolicyWeights, WeightReceiver
 from .measure import lines_to, origin
+from .together import LOOSE_TOLERANCE
 
 LEAST_SHARE = 0.6  # of the speed of the plain transfer
 MOST_PROOF = 0.1, 0.05  # seconds, or that share of a sync, of digests and canary together
@@ -63,8 +65,9 @@ class Learner:
         self._weights = PolicyWeights(policy)
 
     def score(self, ids: np.ndarray) -> np.ndarray:
-        """As `farhorizon.rl.learner.Learner.score`."""
-        return self._weights.score(ids, self.temperature)
+        """As `farhorizon.rl.learner.Learner.score` of one that computes as the other process."""
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.engine.device.type == "cuda"):
+            return self._weights.score(ids, self.temperature)
 
 
 def bench_sync(config: SyncBenchConfig) -> int:
@@ -139,6 +142,8 @@ def _side(
     torch.manual_seed(seed + rank)
     with torch.device(device):
         policy = Policy(PolicyConfig.from_dict(sizes))
+    if rank == 1 and gpus > 0:  # as the native engine on a GPU
+        policy = policy.to(torch.bfloat16)
     if rank == 0:
         _publish(Learner(policy), transport, bucket_mb, repeats, seed, other)
     else:
@@ -155,7 +160,8 @@ def _publish(
     learner: Any, transport: str, bucket_mb: int, repeats: int, seed: int, other: Connection
 ) -> None:
     """The learner's part: plain transfers, then syncs, each when the other asks for it."""
-    settings = SyncConfig(bucket_mb=bucket_mb)
+    tolerance = LOOSE_TOLERANCE if learner.engine.device.type == "cuda" else None
+    settings = SyncConfig(bucket_mb=bucket_mb, canary_tolerance=tolerance)
     publisher = Publisher(learner, seed, learner.engine.policy.config.vocab_size, lambda one: one)
     other.send(publisher.connect(transport, LOOPBACK, 1))
     other.send(publisher.announce())
@@ -196,7 +202,8 @@ def _take_over(policy: Policy, bucket_mb: int, repeats: int, other: Connection) 
     del plain, payloads
     if link is None:
         other.send("")
-    receiver = WeightReceiver(PolicyWeights(policy))
+    narrow = policy.dtype == torch.bfloat16
+    receiver = WeightReceiver(NarrowWeights(policy) if narrow else PolicyWeights(policy))
     rounds: list[Figures] = []
     for turn in range(repeats + 1):
         own = replace(announced, turn=turn)

@@ -23,8 +23,8 @@ from .together import check_native, check_unused
 
 TRAINED, GIVEN = ">", " "
 UNUSED = (
-    *("engine", "actors", "threads", "gpus", "concurrency", "keep_states"),
-    *("restarts", "max_error_fraction"),
+    *("engine", "actors", "threads", "gpus", "dtype", "concurrency"),
+    *("keep_states", "restarts", "max_error_fraction"),
 )
 
 

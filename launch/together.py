@@ -109,6 +109,9 @@ def check_native(rollout: RolloutConfig) -> None:
     if rollout.engine == "native":
         names = [field.name for field in fields(VllmConfig)]
         check_unused("rollout.vllm", rollout.vllm, names, "needs rollout.engine=vllm")
+    else:
+        reason = "it is of rollout.engine=native; set rollout.vllm.dtype"
+        check_unused("rollout", rollout, ["dtype"], reason)
 
 
 def check_sight(env: EnvConfig, rollout: RolloutConfig, vision: bool) -> None:

@@ -140,12 +140,15 @@ class Learner:
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         """Log-probs of tokens 1..n-1 of one sequence at the run's temperature, fp32 [n - 1].
 
-        In the parameters' own precision, without autocast, and never counted.
+        Never counted; in the precision of an update.
         """
         ids = torch.as_tensor(np.array(token_ids, np.int64), device=self.engine.device)
         rows = torch.arange(len(ids) - 1, device=ids.device)
         edges = torch.tensor([0, len(ids)], dtype=torch.int32)
-        with torch.no_grad():
+        narrow = torch.autocast(
+            self.engine.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"
+        )
+        with torch.no_grad(), narrow:
             out = self.engine.policy(
                 ids[None], edges, rows=rows, targets=ids[1:], temperature=self.temperature
             )

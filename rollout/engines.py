@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ..configs.bounds import native_dtype
 from ..configs.errors import UserError
 from ..configs.schema import ChatConfig, InFlight, RolloutConfig
 from ..policy.checkpoint import load_checkpoint
@@ -14,6 +15,7 @@ from ..policy.records import read_config, read_stage
 from ..policy.tokenizer import ChatFormat, chat_of, load_tokenizer
 from .engine_weights import policy_weights
 from .generator import NativeGenerator
+from .narrow import NarrowWeights
 from .requests import RequestGenerator
 from .sync import Holder, PolicyWeights
 from .types import Generator
@@ -72,7 +74,9 @@ def _native(
     record_routes: bool,
     in_flight: InFlight,
 ) -> Built:
-    loaded = load_checkpoint(checkpoint, vision=images)
+    narrow = native_dtype(rollout) == "bfloat16"
+    dtype = torch.bfloat16 if narrow else torch.float32
+    loaded = load_checkpoint(checkpoint, dtype, vision=images)
     policy = loaded.policy
     policy.v_head = None  # values are the learner's
     if rollout.gpus > 0:
@@ -87,4 +91,5 @@ def _native(
         record_routes=record_routes,
         in_flight=in_flight,
     )
-    return Built(generator, PolicyWeights(policy), spoken)
+    holder = NarrowWeights(policy) if narrow else PolicyWeights(policy)
+    return Built(generator, holder, spoken)

@@ -19,7 +19,7 @@ from ..policy.weights import THRESHOLD
 
 _COPY = torch.ops.aten.copy_.default
 _BLANK = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Proof:
@@ -116,7 +116,7 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are alike in shape, dtype and bytes; NaNs are compared as well."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    words = _WORDS.get(one.element_size())
+    words = WORDS.get(one.element_size())
     if words is None:
         return torch.equal(one, other)
     return torch.equal(one.detach().view(words), other.detach().view(words))

@@ -165,6 +165,12 @@ def test_a_learner_in_16_bits_goes_with_an_engine_in_16_bits() -> None:
     check_bounds(load_config(TrainConfig, None, given))
     with pytest.raises(UserError, match=r"^learner\.dtype=bfloat16 must be float32 in train"):
         check_bounds(load_config(TrainConfig, None, [*given, "rollout.vllm.dtype=float32"]))
+    given[-1] = "rollout.gpus=1"  # the native engine: there in 16 bits by itself
+    check_bounds(load_config(TrainConfig, None, given))
+    with pytest.raises(UserError, match=r"or set rollout\.dtype=bfloat16$"):
+        check_bounds(load_config(TrainConfig, None, [*given, "rollout.dtype=float32"]))
+    given[-1] = "rollout.dtype=bfloat16"
+    check_bounds(load_config(TrainConfig, None, given))
 
 
 def test_greedy_evaluation_and_no_visible_context_are_allowed() -> None:

@@ -270,6 +270,17 @@ def test_the_tolerance_of_the_canary_follows_the_engine(config: TrainConfig) -> 
     assert sync_of(override_config(served, ["rollout.vllm.dtype=float32"])) == config.sync
     given = override_config(served, ["sync.canary_tolerance=0.1"])
     assert sync_of(given).canary_tolerance == 0.1
+    for native in ("rollout.gpus=1", "rollout.dtype=bfloat16"):
+        assert sync_of(override_config(config, [native])).canary_tolerance == 0.5
+    assert (
+        sync_of(override_config(config, ["rollout.gpus=1", "rollout.dtype=float32"])) == config.sync
+    )
+
+
+def test_the_dtype_of_the_native_engine_is_none_of_vllm(config: TrainConfig) -> None:
+    given = ["rollout.engine=vllm", "rollout.gpus=1", "sync.canary_tokens=8"]
+    with pytest.raises(UserError, match=r"^rollout\.dtype=float32 would have no effect: it is of"):
+        prepare(override_config(config, [*given, "rollout.dtype=float32"]))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
