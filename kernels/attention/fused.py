@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..device import upload
+from ..once import once_differentiable
 
 # cuDNN takes values of another size than keys.
 ORDER = [

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from ..device import takes_kernels
+from ..once import once_differentiable
 from ..precision import widen
 from .situ import situ_glu
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import is_hopper, launch, on_device_of, processors
+from ..once import once_differentiable
 from ..precision import as_given
 from .gluon_histogram import count_hopper_kernel, load_hopper_kernel
 from .histogram import (

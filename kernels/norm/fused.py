@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..device import launch, on_device_of
+from ..once import once_differentiable
 from .triton_norm import norm_backward_kernel, norm_kernel
 
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 4096, 2048  # of a block of rows
