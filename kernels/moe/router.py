@@ -28,8 +28,8 @@ def router(
     number of tokens or experts, or of another width.
 
     On a GPU it runs in Triton kernels where `route` does. Products of 16-bit numbers are exact;
-    fp32 ones are taken as sums of two bf16, good to 2^-16. For a bf16 x, gradients of logits are
-    rounded to bf16.
+    fp32 ones are taken as sums of two bf16, good to 2^-16, beside an fp16 x of two fp16. For a bf16
+    x, gradients of logits are rounded to bf16.
     """
     _check(x, weight, bias, k, given, counts)
     if takes_selection(x, len(weight), k):
