@@ -68,14 +68,14 @@ def test_weights_may_be_narrower_than_sources(small: bool, monkeypatch: pytest.M
     wide = [x.detach().double().requires_grad_() for x in given]
     results = []
     for form, leaves in ((mix, given), (naive_mix, wide)):
-        out = form(leaves[:3], *leaves[3:])
+        out = form(leaves[:3], leaves[3], leaves[4])
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     assert [x.dtype for x in results[0]] == [torch.float64, *kinds]
     for got, expected in zip(*results, strict=True):
         close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[got.dtype]
         torch.testing.assert_close(got, expected.to(got.dtype), atol=close, rtol=close)
     with pytest.raises(ValueError, match="sources must be at least one"):
-        mix([], *given[3:])
+        mix([], given[3], given[4])
 
 
 def test_zero_query_still_learns():

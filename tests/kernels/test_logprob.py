@@ -102,7 +102,8 @@ def test_blocks_of_other_types_give_what_all_logits_give(dtypes: tuple[str, str]
     targets, results = torch.randint(0, 40, (60,)), []
     for elements in (None, 7 * 40):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            outs = token_logprobs(*leaves, targets, 0.7, block_elements=elements)
+            hidden, head = leaves
+            outs = token_logprobs(hidden, head, targets, 0.7, block_elements=elements)
         grads = torch.autograd.grad(outs[0].sum() + 0.3 * outs[1].sum(), leaves)
         results.append([*outs, *grads])
     assert [x.dtype for x in results[0]] == [x.dtype for x in results[1]]
@@ -122,7 +123,8 @@ def test_only_one_of_both_in_blocks():
             results = []
             for elements in (None, 2 * 11):
                 leaves = [x.clone().requires_grad_(i == wanted) for i, x in enumerate(inputs)]
-                out = token_logprobs(*leaves, targets, block_elements=elements)[which]
+                hidden, head = leaves
+                out = token_logprobs(hidden, head, targets, block_elements=elements)[which]
                 results.append(torch.autograd.grad(out.square().sum(), leaves[wanted])[0])
             torch.testing.assert_close(*results)
 

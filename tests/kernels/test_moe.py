@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -321,11 +322,12 @@ def test_shapes_that_do_not_fit_are_named():
         with pytest.raises(ValueError, match=message):
             router(x, weight, bias, 2, counts=counts)
     histogram = QuantileHistogram(bias, 2)
-    for given, message in (
+    wrong: list[tuple[tuple[Any, ...], str]] = [
         ((scores[:, 1:],), r"scores must be \[T, 4\], got \[3, 3\]"),
         ((scores, known), r"valid must be \[3\], got \[2\]"),
         ((scores, None, scores[:1, 0]), r"cutoff must be \[3\], got \[1\]"),
-    ):
+    ]
+    for given, message in wrong:
         with pytest.raises(ValueError, match=message):
             histogram.add(*given)
     assert not load.any() and not histogram.counts.any()
@@ -345,7 +347,8 @@ def test_shapes_that_do_not_fit_are_named():
 def test_experts_of_shapes_that_do_not_fit_are_named(changed: str, shape: tuple, message: str):
     experts = torch.zeros(9, 2, dtype=torch.long)
     names = ("x", "w1", "w2", "w3", "weights")
-    given = dict(zip(names, drawn(9, 4, experts), strict=True)) | {"experts": experts}
+    given: dict[str, Any] = dict(zip(names, drawn(9, 4, experts), strict=True))
+    given["experts"] = experts
     given[changed] = torch.zeros(shape, dtype=given[changed].dtype)
     with pytest.raises(ValueError, match=message):
         grouped_experts(**given, activation=None)
