@@ -30,6 +30,7 @@ from .measure import (
     lines_to,
     origin,
     parse_shape,
+    random_like,
     relative,
     shares,
     sufficient_memory,
@@ -131,25 +132,28 @@ def least_bytes(tokens: int, hidden: int, sources: int) -> tuple[int, int]:
 
 
 def errors(side: Side, site: Site, pull: Tensor) -> dict[str, float]:
-    """Beside fp64 on the first tokens, whose outputs alone have gradients."""
+    """Beside fp64 on tokens spread over all of them, whose outputs alone have gradients."""
     count = min(CHECKED_TOKENS, len(pull))
+    rows = torch.linspace(0, len(pull) - 1, count, device=pull.device).long()
     part = torch.zeros_like(pull)
-    part[:count] = pull[:count]
+    part[rows] = pull[rows]
     names = [*(f"dsource{i}" for i in range(len(site.sources))), "dupdate", "dquery", "dnorm"]
 
-    def found(call: Callable[[Site], tuple[Tensor, Tensor]], given: Site) -> dict[str, Tensor]:
+    def found(
+        call: Callable[[Site], tuple[Tensor, Tensor]], given: Site, weight: Tensor
+    ) -> dict[str, Tensor]:
         total, normed = call(given)
-        weight = part[: len(normed)].to(normed.dtype)
         grads = torch.autograd.grad((total, normed), given.leaves(), (weight, weight))
         values = dict(zip([*names, "dnext"], grads, strict=True))
-        values |= {"sum": total.detach(), "out": normed.detach()}
-        return {k: v[:count] if v.dim() == 2 else v for k, v in values.items()}
+        return values | {"sum": total.detach(), "out": normed.detach()}
 
-    wide = site.mapped(
-        lambda x: (x[:count] if x.dim() == 2 else x).detach().double().requires_grad_()
-    )
-    truth = found(specification, wide)
-    return {name: relative(x, truth[name]) for name, x in found(side.call, site).items()}
+    def checked(x: Tensor) -> Tensor:
+        return x[rows] if x.dim() == 2 else x
+
+    wide = site.mapped(lambda x: checked(x).detach().double().requires_grad_())
+    truth = found(specification, wide, part[rows].double())
+    own = found(side.call, site, part)
+    return {name: relative(checked(x), truth[name]) for name, x in own.items()}
 
 
 def bench_attnres(config: AttnResBenchConfig) -> int:
@@ -183,7 +187,7 @@ def run(
         print(f"site {shape}")
         with sufficient_memory("attnres", shape):
             site = draw(tokens, hidden, sources, config.seed, meter.device)
-            pull = torch.randn_like(site.update)
+            pull = random_like(site.update.detach(), config.seed)
             off = {side.name: errors(side, site, pull) for side in sides}
             judge(shape, off[OURS], ALLOWED)
             passes = [_passes(side, site, pull) for side in sides]

@@ -146,14 +146,24 @@ def check_replay(graph: CapturedSteps, state: DecodeState) -> None:
         raise RunFailed("a replayed decode step differs from its kernels one by one")
 
 
-def floor_bytes(policy: Policy, sequences: int, context: int) -> int:
-    """Bytes that a step moves at least: weights once, of experts at most as many as routes, KDA
+def experts_read(graph: CapturedSteps) -> list[int]:
+    """How many experts of each layer with experts a step reads that its kernels run one by one."""
+    if not graph.policy.routers():
+        return []
+    with graph.policy.recorded_routes() as recording:
+        graph.eager()
+    routes = recording.take()[: graph.count]
+    return [len(np.unique(routes[:, layer])) for layer in range(routes.shape[1])]
+
+
+def floor_bytes(policy: Policy, sequences: int, context: int, experts: Sequence[int]) -> int:
+    """Bytes that a step moves at least: weights once, of ``experts`` of each layer so many, KDA
     states and tails there and back, latents once."""
     config = policy.config
-    routes = sequences * config.num_experts_per_token
+    read = iter(experts)
     total = 0
     for module in policy.modules():
-        some = min(1.0, routes / config.num_experts) if isinstance(module, Experts) else 1.0
+        some = next(read) / module.count if isinstance(module, Experts) else 1.0
         if module is not policy.model.embed_tokens:
             total += int(some * sum(p.nbytes for p in module.parameters(recurse=False)))
     for layer in DecodeState.empty(config, 1, "meta", policy.dtype).layers:
@@ -179,6 +189,8 @@ def time_steps(policy: Policy, sequences: int, context: int, repeats: int, seed:
     ids = random.integers(policy.config.vocab_size, size=sequences)
     given = inputs(ids.tolist(), range(sequences), [context] * sequences, seed)
     times: list[float] = []
+    graph.give(given)
+    read = experts_read(graph)
     for _ in range(WARM_UP + repeats):
         graph.give(given)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -203,6 +215,6 @@ def time_steps(policy: Policy, sequences: int, context: int, repeats: int, seed:
         context,
         statistics.median(times[WARM_UP:]),
         float(np.median(gaps)),
-        floor_bytes(policy, sequences, context),
+        floor_bytes(policy, sequences, context, read),
         held,
     )

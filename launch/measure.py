@@ -228,6 +228,12 @@ def origin(bench: str) -> dict[str, Any]:
     }
 
 
+def random_like(x: Tensor, seed: int) -> Tensor:
+    """Random numbers of the shape, type and device of ``x``, other ones than its own seed gives."""
+    gen = torch.Generator(x.device).manual_seed(seed + 1)
+    return torch.randn(x.shape, generator=gen, device=x.device).to(x.dtype)
+
+
 def relative(found: Tensor, truth: Tensor) -> float:
     return float((found.double() - truth).norm() / truth.norm())
 

@@ -14,7 +14,16 @@ import torch.nn.functional as F
 
 from ..configs.errors import RunFailed, UserError
 from ..kernels.moe import Counts, QuantileHistogram, naive_router, router
-from .measure import Measured, Meter, Passes, judge, parse_shape, relative, take_turns
+from .measure import (
+    Measured,
+    Meter,
+    Passes,
+    judge,
+    parse_shape,
+    random_like,
+    relative,
+    take_turns,
+)
 from .moe_peers import OURS, Bounds, Inputs, Side, activated
 
 CHECKED_TOKENS = 64
@@ -108,11 +117,12 @@ def errors(side: Side, given: Inputs, bounds: Bounds, pull: Tensor) -> dict[str,
     """Relative differences from fp64."""
     count = min(CHECKED_TOKENS, len(given.x))
     expert = int(given.experts[0, 0])
-    leaves = given.leaves()
+    leaves = (given.joined() if side.joined else given).leaves()
     out = side.call(leaves, bounds)
-    dx, dw1, dw2, dw3, dw = torch.autograd.grad(out, leaves.trained(), pull)
+    dx, dw1, dw2, *dw3, dw = torch.autograd.grad(out, leaves.trained(), pull)
     found = {"out": out.detach()[:count], "dx": dx[:count], "dweights": dw[:count]}
-    found |= {"dw1": dw1[expert], "dw2": dw2[expert], "dw3": dw3[expert]}
+    first, third = dw1[expert].chunk(2) if side.joined else (dw1[expert], dw3[0][expert])
+    found |= {"dw1": first, "dw2": dw2[expert], "dw3": third}
     truth = truth_of_tokens(given, bounds, pull, count)
     truth |= truth_of_expert(given, bounds, pull, expert)
     return {name: relative(found[name], truth[name]) for name in truth}
@@ -124,26 +134,28 @@ def measure(
     """Every side on the same inputs, in turns. RunFailed, before a time is taken, if ours is
     wrong."""
     given = draw(shape, seed, meter.device)
-    pull = torch.randn_like(given.x)
+    pull = random_like(given.x, seed)
     off: dict[str, dict[str, float]] = {}
     for side in sides:
         off[side.name] = errors(side, given, bounds, pull)
         meter.free()
     judge(text_of(shape), off[OURS], ALLOWED)
-    leaves = given.leaves()
 
     def passes(side: Side) -> Passes:
+        own = given.joined() if side.joined else given
+        leaves = own.leaves()
+
         def both() -> object:
             return torch.autograd.grad(side.call(leaves, bounds), leaves.trained(), pull)
 
-        return Passes(side.name, lambda: side.call(given, bounds), both, side.captured)
+        return Passes(side.name, lambda: side.call(own, bounds), both, side.captured)
 
     return take_turns(meter, [passes(side) for side in sides], off, repeats)
 
 
 def measure_router(meter: Meter, shape: RouterShape, repeats: int, seed: int) -> list[Measured]:
     """The forward pass without and with what balancing counts, beside torch's product of the same
-    bf16 matrices alone. RunFailed if weights or routes are wrong."""
+    bf16 matrices alone. RunFailed if weights, routes or counts of these tokens are wrong."""
     gen = torch.Generator(meter.device).manual_seed(seed)
     tokens, width, count, k = shape
     x = torch.randn(tokens, width, generator=gen, device=meter.device).bfloat16()
@@ -158,38 +170,45 @@ def measure_router(meter: Meter, shape: RouterShape, repeats: int, seed: int) ->
         "with statistics": lambda: router(x, weight, bias, k, counts=counts),
         "product alone": lambda: F.linear(x, weight),
     }
-    part = slice(-min(tokens, 4096), None)
     with torch.no_grad():
-        experts, weights = router(x, weight, bias, k)
-        true_experts, true_weights = naive_router(
-            x[part].double(), weight.double(), bias.double(), k
-        )
-        same = (experts[part] == true_experts).all(1)
-        off = relative(weights[part][same], true_weights[same])
-        share = float(same.double().mean())
-        if not share > SAME_ROUTES:
-            raise RunFailed(f"{text_of(shape)}: only {share:.2%} of routes are right")
-        judge(text_of(shape), {"weights": off}, ALLOWED_WEIGHT)
-        judge_counts(text_of(shape), x[part], weight, bias, k)
+        judge_router(text_of(shape), x, weight, bias, k)
+        meter.free()
         return [Measured(name, meter.milliseconds(call, repeats)) for name, call in forms.items()]
 
 
-def judge_counts(shape: str, x: Tensor, weight: Tensor, bias: Tensor, k: int) -> None:
-    """RunFailed if what balancing counts of these tokens is not what the definition counts in fp64,
-    but for the tokens whose routes rounding decides, or leads to other biases."""
+def judge_router(shape: str, x: Tensor, weight: Tensor, bias: Tensor, k: int) -> None:
+    """RunFailed if routes and weights of these tokens are not what the definition gives in fp64,
+    but for tokens whose routes rounding decides, or if counting changes them."""
     found, truth = (
         Counts(torch.zeros_like(bias, dtype=torch.int64), QuantileHistogram(bias, k))
         for _ in range(2)
     )
-    router(x, weight, bias, k, counts=found)
-    naive_router(x.double(), weight.double(), bias.double(), k, counts=truth)
+    experts, weights = router(x, weight, bias, k, counts=found)
+    plain = router(x, weight, bias, k)
+    true_experts, true_weights = naive_router(
+        x.double(), weight.double(), bias.double(), k, counts=truth
+    )
+    same = (experts == true_experts).all(1)
+    share = float(same.double().mean())
+    if not share > SAME_ROUTES:
+        raise RunFailed(f"{shape}: only {share:.2%} of routes are right")
+    judge(shape, {"weights": relative(weights[same], true_weights[same])}, ALLOWED_WEIGHT)
+    if not (torch.equal(experts, plain[0]) and torch.equal(weights, plain[1])):
+        raise RunFailed(f"{shape}: routes are other ones where they are counted")
+    judge_counts(shape, found, truth, len(x), k)
+
+
+def judge_counts(shape: str, found: Counts, truth: Counts, tokens: int, k: int) -> None:
+    """RunFailed if what balancing counts of so many tokens is not what the definition counts, but
+    for the tokens whose routes rounding decides, or leads to other biases."""
     own, true = found.histogram, truth.histogram
     assert own is not None and true is not None
-    moved = float((found.load - truth.load).abs().sum()) / (2 * k * len(x))
+    experts = len(own.bias)
+    moved = float((found.load - truth.load).abs().sum()) / (2 * k * tokens)
     far = float((own.solve() - true.solve()).abs().max() / own.width)
-    whole = int(own.counts.sum()) == len(x) * len(bias) or k == len(bias)
-    if int(own.tokens) != len(x) or not whole or not moved < 1 - SAME_ROUTES or not far < 1:
+    whole = int(own.counts.sum()) == tokens * experts or k == experts
+    if int(own.tokens) != tokens or not whole or not moved < 1 - SAME_ROUTES or not far < 1:
         raise RunFailed(
-            f"{shape}: of {len(x)} tokens {int(own.tokens)} were counted, {moved:.2%} of routes "
+            f"{shape}: of {tokens} tokens {int(own.tokens)} were counted, {moved:.2%} of routes "
             f"for other experts, and biases are {far:.1f} bins off"
         )

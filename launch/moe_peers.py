@@ -23,7 +23,7 @@ Bounds = tuple[float, float] | None
 
 
 class Inputs(NamedTuple):
-    """The arguments of `grouped_experts`."""
+    """The arguments of `grouped_experts`, or these `joined`."""
 
     x: Tensor
     w1: Tensor
@@ -32,22 +32,28 @@ class Inputs(NamedTuple):
     experts: Tensor
     weights: Tensor
 
+    def joined(self) -> Inputs:
+        """With ``w1`` and ``w3`` as one ``w1 [E, 2 I, D]``, and an empty ``w3``."""
+        return self._replace(w1=torch.cat([self.w1, self.w3], 1), w3=self.w3[:, :0])
+
     def leaves(self) -> Inputs:
         """The same with gradients."""
         taken = (one.detach().requires_grad_(one.is_floating_point()) for one in self)
         return Inputs(*taken)
 
     def trained(self) -> list[Tensor]:
-        return [one for one in self if one.is_floating_point()]
+        return [one for one in self if one.is_floating_point() and one.numel()]
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One implementation; ``captured`` says whether a CUDA graph can hold it."""
+    """One implementation; ``captured`` says whether a CUDA graph can hold it, ``joined`` whether
+    it takes inputs that are."""
 
     name: str
     call: Callable[[Inputs, Bounds], Tensor]
     captured: bool = True
+    joined: bool = False
 
 
 def activated(gate: Tensor, up: Tensor, bounds: Bounds) -> Tensor:
@@ -96,7 +102,8 @@ def find_sides(names: Sequence[str]) -> list[Side]:
         elif importlib.util.find_spec("liger_kernel") is None:
             print("liger_kernel is not installed: left out")
         else:
-            sides.append(Side(LIGER, liger(), captured=False))  # it asks the GPU for a count
+            # it asks the GPU for a count
+            sides.append(Side(LIGER, liger(), captured=False, joined=True))
     return sides
 
 
@@ -106,8 +113,7 @@ def liger() -> Callable[[Inputs, Bounds], Tensor]:
     )
 
     def call(given: Inputs, bounds: Bounds) -> Tensor:
-        x, w1, w2, w3, experts, weights = given
-        both = torch.cat([w1, w3], 1)
+        x, both, w2, _, experts, weights = given
         return LigerFusedMoEFunction.apply(x, both, w2, experts.int(), weights)
 
     return call

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ..kernels.device import takes_kernels
+from ..kernels.once import once_differentiable
 from ..kernels.precision import as_given, product_dtype
 
 WIDE = 16  # rows that a product with gradient is filled up to

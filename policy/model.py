@@ -12,6 +12,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..configs.errors import UserError
 from ..kernels.attnres import mix_norm
+from ..kernels.device import upload
 from ..kernels.precision import product_dtype
 from .attention import GatedMLA, RMSNorm
 from .checkpointing import CHOICES, recomputed
@@ -319,7 +320,8 @@ class Policy(Routed, PreTrainedModel, GenerationMixin):
         rules = self.config.image_rules if self.sees_images else None
         if rules is not None:
             made = policy_inputs(images, rules)
-            return {n: v.to(self.device) if torch.is_tensor(v) else v for n, v in made.items()}
+            device = self.device
+            return {n: upload(v, device) if torch.is_tensor(v) else v for n, v in made.items()}
         if images:
             raise UserError(NO_TOWER)
         return {}

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..kernels.device import upload
 from .moe import Router, max_over_mean, update_routers
 from .thresholds import TRACK, ThresholdRule
 
@@ -129,7 +130,7 @@ class Routed(nn.Module):
         device = routers[0].weight.device
         # copies: arrays that Ray shares are read-only
         experts, known = (
-            torch.tensor(array, device=device) for array in (routes.experts, routes.known)
+            upload(torch.tensor(array), device) for array in (routes.experts, routes.known)
         )
         for number, router in enumerate(routers):
             router.given = experts[:, number], known

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from ..kernels.moe import grouped_experts, in_expert_order
+from ..kernels.once import once_differentiable
 
 
 def spread_experts(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.device import upload
 from .ratio import difference, limited, masked, possible
 from .types import MicroBatch
 
@@ -73,7 +74,8 @@ def tally(
     have no ratio."""
     borders = batch.cu_seqlens
     index = positions - borders[np.searchsorted(borders, positions, side="right") - 1]
-    range_ = torch.tensor(np.searchsorted(EDGES, index, side="right") - 1, device=logprobs.device)
+    ranges = torch.from_numpy(np.searchsorted(EDGES, index, side="right") - 1)
+    range_ = upload(ranges, logprobs.device)
     known = possible(logprobs, behavior_logprobs, mask)
     log_ratio = limited(difference(logprobs, behavior_logprobs, known)).double()
     ratio, one, own = log_ratio.exp(), mask.double(), masked(advantages, mask).double()

@@ -27,7 +27,8 @@ def possible(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
 def bounded(log_ratio: Tensor) -> Tensor:
     """The log-ratio where its exponential is far from overflow, else `MAX_LOG_RATIO`."""
     # Not clamp: that would turn a NaN into a gradient of 0, and the fault would go unseen.
-    return torch.minimum(log_ratio, log_ratio.new_tensor(MAX_LOG_RATIO))
+    # And filled there: a number that is sent to a GPU waits for all that it has to do.
+    return torch.minimum(log_ratio, log_ratio.new_full((), MAX_LOG_RATIO))
 
 
 def limited(log_ratio: Tensor) -> Tensor:
@@ -45,8 +46,12 @@ def sequence_sums(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> tuple[T
 
     Sequences must be whole: tokens of one id in two calls would be two sequences.
     """
-    names, index = torch.unique(sequence_ids, return_inverse=True)
-    empty = torch.zeros(len(names), dtype=torch.float64, device=values.device)
+    # `unique` would wait for a GPU to know how many sequences there are: at most as many as tokens.
+    ids, order = sequence_ids.sort(stable=True)
+    number = torch.zeros_like(order)
+    number[1:] = (ids[1:] != ids[:-1]).cumsum(0)
+    index = torch.empty_like(order).scatter_(0, order, number)
+    empty = torch.zeros(len(ids), dtype=torch.float64, device=values.device)
     sums = empty.index_add(0, index, masked(values, mask).double())
     counts = empty.index_add(0, index, mask.double())
     return sums[index], counts[index]

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.device import upload
 from .penalties import Pull, kl_reward
 from .types import MicroBatch
 
@@ -32,9 +33,9 @@ class Reference:
         if self.pull.where == "loss":
             return logprobs, None
         rewards = kl_reward(
-            torch.tensor(batch.behavior_logprobs[positions], device=device),
+            upload(torch.tensor(batch.behavior_logprobs[positions]), device),
             logprobs,
-            torch.tensor(batch.loss_mask[positions], device=device),
+            upload(torch.tensor(batch.loss_mask[positions]), device),
             coefficient=self.pull.coefficient,
             estimator=self.pull.estimator,
         )
@@ -46,8 +47,8 @@ def score(policy: Any, batch: MicroBatch, positions: np.ndarray, temperature: fl
     """Log-probs [R] that a policy of its own gives the tokens at ``positions``, none of which is a
     sequence's first."""
     device = next(policy.parameters()).device
-    ids = torch.tensor(batch.input_ids, device=device)
-    rows = torch.tensor(positions - 1, device=device)
+    ids = upload(torch.tensor(batch.input_ids), device)
+    rows = upload(torch.tensor(positions - 1), device)
     return policy(
         ids[None],
         torch.tensor(batch.cu_seqlens),

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..device import upload
+from ..once import once_differentiable
 
 # cuDNN takes values of another size than keys.
 ORDER = [
@@ -38,6 +38,7 @@ def causal_attention_fused(
 ) -> Tensor:
     """`farhorizon.kernels.attention.causal_attention` in 16 bits. Where torch is to be
     deterministic, every sequence takes flash attention, which then is."""
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     lengths = [b - a for a, b in pairwise(bounds)]
     flash = takes_flash(q, v)
     if flash and (max(lengths) < LONG or torch.are_deterministic_algorithms_enabled()):

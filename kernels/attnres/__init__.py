@@ -28,8 +28,9 @@ def mix(
     under autocast too; the result has the first source's dtype. A zero query gives the plain
     average. Differentiable in all tensors.
 
-    ValueError names a shape that does not fit. On a GPU it runs in Triton kernels, but for fp64,
-    which runs in plain torch. Only once differentiable, but for few elements on a CPU.
+    ValueError names a shape that does not fit, and where there is no source. On a GPU it runs in
+    Triton kernels, but for fp64, which runs in plain torch. Only once differentiable, but for few
+    elements on a CPU.
     """
     _check(sources, None, query, norm_weight, None)
     if _takes_kernels(sources):
@@ -89,6 +90,8 @@ def _check(
     norm: torch.Tensor,
     next_norm: torch.Tensor | None,
 ) -> None:
+    if not sources:
+        raise ValueError("sources must be at least one")
     shape = sources[0].shape
     for i, x in enumerate((*sources, update)):
         if x is not None and x.shape != shape:

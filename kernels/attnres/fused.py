@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..device import is_hopper, launch, on_device_of, processors
+from ..once import once_differentiable
 from .gluon_mix import mix_hopper_kernel
 from .gluon_mix_backward import mix_backward_hopper_kernel
 from .held import holders, unheld

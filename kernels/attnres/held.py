@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from ..once import once_differentiable
 
 
 def holders(gradients: tuple[Any, ...]) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from ..precision import widen
+from ..precision import widest
 
 
 def naive_mix(
@@ -41,8 +41,9 @@ def naive_mix_norm(
 def _mixture(
     sources: Sequence[torch.Tensor], query: torch.Tensor, norm_weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    stacked = torch.stack([widen(s) for s in sources])  # [m, ..., D]
-    direction = (widen(query) * widen(norm_weight)).flatten()
+    kind = widest(*sources, query, norm_weight)
+    stacked = torch.stack([s.to(kind) for s in sources])  # [m, ..., D]
+    direction = (query.to(kind) * norm_weight.to(kind)).flatten()
     inverse = torch.rsqrt(stacked.square().mean(-1) + eps)
     weights = torch.softmax((stacked @ direction) * inverse, 0)
     return (weights[..., None] * stacked).sum(0)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..blocks import blocks
-from ..precision import as_given, widen
+from ..once import once_differentiable
+from ..precision import as_given, widest
 
 
 class MixRows(torch.autograd.Function):
@@ -25,11 +25,12 @@ class MixRows(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, norm: torch.Tensor, eps: float, *sources: torch.Tensor
     ) -> torch.Tensor:
-        direction = widen(query) * widen(norm)
+        kind = widest(*sources, query, norm)
+        direction = query.to(kind) * norm.to(kind)
         out = torch.empty_like(sources[0])
         kept = direction.new_empty(3, len(sources), len(out))  # r, s, p
         for some in blocks(len(out), len(sources) * out.shape[1]):
-            stacked = torch.stack([widen(source[some]) for source in sources])
+            stacked = torch.stack([source[some].to(kind) for source in sources])
             inverse = stacked.square().mean(-1).add_(eps).rsqrt_()
             scores = (stacked @ direction).mul_(inverse)
             weights = scores.softmax(0)
@@ -44,14 +45,15 @@ class MixRows(torch.autograd.Function):
         ctx: Any, *upstream: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         query, norm, kept, *sources = ctx.saved_tensors
-        direction = widen(query) * widen(norm)
+        kind = kept.dtype
+        direction = query.to(kind) * norm.to(kind)
         pulled = torch.zeros_like(direction)
         d_sources = [torch.empty_like(source) for source in sources]
         with as_given(upstream[0]):
             for some in blocks(*sources[0].shape):
                 inverse, scores, weights = kept[:, :, some]
-                grad = widen(upstream[0][some])
-                wide = [widen(source[some]) for source in sources]
+                grad = upstream[0][some].to(kind)
+                wide = [source[some].to(kind) for source in sources]
                 buffer = torch.empty_like(grad)
                 along = torch.stack([torch.mul(grad, v, out=buffer).sum(-1) for v in wide])
                 along -= (along * weights).sum(0)
@@ -65,5 +67,5 @@ class MixRows(torch.autograd.Function):
                     target.addcmul_(scaled[i, :, None], direction).addcmul_(v, back[i, :, None])
                     if not same:
                         d_sources[i][some] = target
-        d_query, d_norm = pulled * widen(norm), pulled * widen(query)
+        d_query, d_norm = pulled * norm.to(kind), pulled * query.to(kind)
         return d_query.to(query.dtype), d_norm.to(norm.dtype), None, *d_sources

@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..device import launch, on_device_of, upload
+from ..once import once_differentiable
 from .triton_conv import conv_backward_kernel, conv_kernel, new_tail_kernel, tail_backward_kernel
 
 # Every thread walks over the tokens of a tile with a window of some channels in registers, so that

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from ..blocks import blocks, takes_blocks
+from ..once import once_differentiable
 
 LEAST_ELEMENTS = 1 << 13  # of an average sequence: each has calls of its own
 

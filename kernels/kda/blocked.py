@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..once import once_differentiable
 from ..precision import as_given
 from .blocked_grad import Kept, blocked_gradients
 from .blocks import Block, BlockOptions, Factors, Inputs, factors

@@ -47,7 +47,7 @@ def decode_step(
         initial = initial.contiguous()
         final, new_tail = torch.empty_like(initial), qkv.new_empty(tail.shape)
     else:
-        final, new_tail = initial, tail
+        final, new_tail, places = initial, tail, places.contiguous()
     out = qkv.new_empty(count, heads * values)
     with on_device_of(qkv):
         launch(decode_kernel)[(count * heads,)](

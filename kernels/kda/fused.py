@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..device import on_device_of
+from ..once import once_differentiable
 from .backward import gradients, scan_backward
 from .forward import forward as run_forward
 from .tables import Options, Prepared

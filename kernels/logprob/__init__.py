@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from ..precision import product_dtype
+from .rows import LogprobRows
 
 __all__ = ["naive_token_logprobs", "token_logprobs"]
 
-BLOCK_ELEMENTS = 1 << 25  # logits of a block: 128 MiB in fp32, of which backward has seven
+BLOCK_ELEMENTS = 1 << 25  # logits of a block: 128 MiB in fp32, of which backward has up to seven
 
 
 def naive_token_logprobs(
@@ -34,16 +34,17 @@ def token_logprobs(
 
     ``hidden [T, D]``, ``lm_head [V, D]``, ``targets [T]`` -> two fp32 ``[T]`` (fp64 for fp64), in
     nats. Give the rows that count and no others. Logits are made ``block_elements`` at a time, in
-    backward too, where up to seven tensors of that size exist: fewer take less memory, and more
-    passes over the gradients. By default a block is 128 MiB in fp32; the kernels below hold at most
-    768 MiB, or ``block_elements / V`` rows of 10,240 logits, once. ValueError names a shape that
-    does not fit, a temperature that is not positive, and on the CPU a target outside of the
-    vocabulary.
+    backward too: two tensors of that size exist, and up to seven where one block holds all rows.
+    Smaller blocks take less memory, and more passes over the gradients. By default a block is 128
+    MiB in fp32; the kernels below hold at most 768 MiB, or ``block_elements / V`` rows of 10,240
+    logits, once. ValueError names a shape that does not fit, a temperature that is not positive,
+    and on the CPU a target outside of the vocabulary.
 
     On a GPU products of 16 bits, hidden's own or autocast's, run through Triton kernels: logits are
     summed and stay in fp32, so does the gradient of an fp32 ``lm_head``, and only one derivative
     exists. They never wait for the device: a target outside of the vocabulary makes its log-prob
-    NaN, and the gradients with it. Everything else runs in plain torch.
+    NaN, and the gradients with it. Everything else runs in plain torch, in more than one block only
+    once differentiable.
     """
     if hidden.dim() != 2 or lm_head.dim() != 2 or hidden.shape[1] != lm_head.shape[1]:
         raise ValueError(
@@ -65,12 +66,7 @@ def token_logprobs(
         if low < 0 or high >= len(lm_head):
             wrong = low if low < 0 else high
             raise ValueError(f"target {wrong} is outside of the vocabulary of {len(lm_head)}")
-    lm_head = lm_head.to(hidden.dtype)
-    rows = max(1, (block_elements or BLOCK_ELEMENTS) // lm_head.shape[0])
+    rows = max(1, (block_elements or BLOCK_ELEMENTS) // len(lm_head))
     if len(targets) <= rows:
-        return naive_token_logprobs(hidden, lm_head, targets, temperature)
-    parts = [
-        checkpoint(naive_token_logprobs, h, lm_head, t, temperature, use_reentrant=False)
-        for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
-    ]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        return naive_token_logprobs(hidden, lm_head.to(hidden.dtype), targets, temperature)
+    return LogprobRows.apply(hidden, lm_head, targets, temperature, dtype, rows)  # type: ignore[no-any-return]

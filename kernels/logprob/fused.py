@@ -12,9 +12,9 @@ import math
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..device import launch, on_device_of
+from ..once import once_differentiable
 from .triton_rows import gradient_kernel, statistics_kernel
 
 # The sums of d_hidden are read and written once per column tile, those of d_lm_head once per row

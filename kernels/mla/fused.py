@@ -40,6 +40,7 @@ def attend(
     stats = query.new_empty(2, count, parts, heads, dtype=torch.float32)
     out = query.new_empty(heads, count, rank)
     query, shared = (x if x.stride(2) == 1 else x.contiguous() for x in (query, shared))
+    places, lengths = places.contiguous(), lengths.contiguous()
     if count:
         with on_device_of(query):
             given = (query, shared, cache, places, lengths, partial, stats)
@@ -136,7 +137,8 @@ def append(
     if len(entry):
         with on_device_of(entry):
             launch(append_kernel)[(len(entry),)](
-                *(entry, weight.contiguous(), cache, places, position, eps),
+                *(entry, weight.contiguous(), cache, places.contiguous(), position.contiguous()),
+                eps,
                 *(entry.stride(0), *cache.stride()[:2]),
                 R=rank,
                 P=extra,

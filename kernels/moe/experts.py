@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from ..device import takes_kernels
+from ..once import once_differentiable
 from ..precision import widen
 from .situ import situ_glu
 
@@ -50,17 +50,16 @@ def grouped_experts(
 
     ``x [T, D]``, ``w1, w3 [E, I, D]``, ``w2 [E, D, I]``, ``experts [T, k]`` below E, ``weights [T,
     k]`` -> ``[T, D]``. ``activation`` holds SiTU's two bounds; None is SwiGLU. Differentiable in
-    all but ``experts``, once on a GPU. ValueError for weights of another type than x.
+    all but ``experts``, once on a GPU. ValueError for matrices of another type than x, and for
+    shapes that do not fit.
 
     16-bit numbers on a GPU run in kernels that never wait for it: what they keep for the backward
     pass are the inputs and what the activation is made of, and a token has the same bits in any
     company. Elsewhere ``dense`` runs all experts on all tokens; None does so for few tokens without
     gradients. It rounds differently.
     """
+    _check(x, w1, w2, w3, experts, weights)
     num_experts, tokens, k = len(w1), len(x), experts.shape[1]
-    for name, w in (("w1", w1), ("w2", w2), ("w3", w3)):
-        if w.dtype != x.dtype:
-            raise ValueError(f"{name} must be {x.dtype} as x, got {w.dtype}")
     if takes_kernels(x) and not dense:
         from .grouped import GroupedExperts
 
@@ -85,6 +84,36 @@ def grouped_experts(
         ]
         return _Combine.apply(torch.cat(outputs), weights, order, place)
     return torch.bmm(weights.to(chosen.dtype)[:, None], chosen)[:, 0]
+
+
+def _check(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+) -> None:
+    if x.dim() != 2 or w1.dim() != 3 or experts.dim() != 2:
+        raise ValueError(
+            "x must be [T, D], w1 [E, I, D] and experts [T, k], got "
+            f"{list(x.shape)}, {list(w1.shape)} and {list(experts.shape)}"
+        )
+    count, inner, width = len(w1), w1.shape[1], x.shape[1]
+    for name, w, shape in (
+        ("w1", w1, (count, inner, width)),
+        ("w2", w2, (count, width, inner)),
+        ("w3", w3, (count, inner, width)),
+    ):
+        if w.dtype != x.dtype:
+            raise ValueError(f"{name} must be {x.dtype} as x, got {w.dtype}")
+        if w.shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}, got {list(w.shape)}")
+    if len(experts) != len(x) or weights.shape != experts.shape:
+        raise ValueError(
+            f"experts and weights must be [{len(x)}, k] as the tokens, got "
+            f"{list(experts.shape)} and {list(weights.shape)}"
+        )
 
 
 def in_expert_order(

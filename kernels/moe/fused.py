@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import is_hopper, launch, on_device_of, processors
+from ..once import once_differentiable
 from ..precision import as_given
 from .gluon_histogram import count_hopper_kernel, load_hopper_kernel
 from .histogram import (
@@ -39,7 +39,7 @@ COLUMNS = 64  # in which `select_kernel` looks for large numbers
 SELECT_REGISTERS = 64  # of a thread, so that an SM holds its 32 programs
 COUNT_TILE = 32, 32
 # Experts of a program, its warps, and tokens that a thread reads at once. A lane for each expert:
-# none waits for another's bank, and a table of 128 KiB leaves room for one program of an SM.
+# none waits for another's bank, and a table of 160 KiB leaves room for one program of an SM.
 HOPPER_EXPERTS, HOPPER_WARPS, HOPPER_DEPTH = 32, 32, 8
 LOAD_ROUTES = 1024  # that are counted at once
 LOAD_WARPS, LOAD_DEPTH = 32, 4  # on Hopper: of a program, and routes of a thread
@@ -58,8 +58,10 @@ def parts_of(x: Tensor, dtype: torch.dtype, split: bool) -> Tensor:
         both[1] = x - both[0]
         return both.view(-1, x.shape[1])
     x = x.to(dtype)
-    copied = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if copied else x.contiguous()
+    apart, unit = x.stride()
+    copied = unit == 1 and apart % 8 == 0 and apart >= x.shape[1] and x.data_ptr() % 16 == 0
+    # `contiguous` would leave the stride of a single row as it is
+    return x if copied else x.clone(memory_format=torch.contiguous_format)
 
 
 def tile_of(rows: int, columns: int) -> tuple[int, int, int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..device import launch, on_device_of
+from ..once import once_differentiable
 from .triton_situ import situ_backward_kernel, situ_kernel
 
 BLOCK, WARPS = 1024, 4  # elements that a program takes, of as many rows as that holds

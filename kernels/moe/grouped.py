@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
 
 from ..device import is_hopper, launch, on_device_of, processors
+from ..once import once_differentiable
 from .gluon_rows import rows_hopper_kernel
 from .gluon_weights import weights_hopper_kernel
 from .layout import TILE, Layout, layout_of

@@ -49,8 +49,10 @@ class QuantileHistogram:
         cutoff: torch.Tensor | None = None,
     ) -> None:
         """Count the tokens of ``scores [T, E]`` where ``valid [T]``; ``cutoff [T]`` is `route`'s,
-        computed here if the caller does not have it. On a GPU the CPU does not wait for it."""
+        computed here if the caller does not have it. On a GPU the CPU does not wait for it.
+        ValueError names a shape that does not fit."""
         scores = scores.detach()
+        self._check(scores, valid, cutoff)
         if self.k < len(self.bias) and cutoff is None:
             cutoff = route(scores, self.bias, self.k)[2]
         if scores.is_cuda and scores.dtype != torch.float64:
@@ -76,6 +78,15 @@ class QuantileHistogram:
         flat = bins + torch.arange(scores.shape[1], device=bins.device) * NUM_BINS
         counts = torch.bincount(flat.flatten(), minlength=self.counts.numel())
         self.counts += counts.view_as(self.counts).to(torch.int32)
+
+    def _check(
+        self, scores: torch.Tensor, valid: torch.Tensor | None, cutoff: torch.Tensor | None
+    ) -> None:
+        if scores.dim() != 2 or scores.shape[1] != len(self.bias):
+            raise ValueError(f"scores must be [T, {len(self.bias)}], got {list(scores.shape)}")
+        for name, x in (("valid", valid), ("cutoff", cutoff)):
+            if x is not None and x.shape != scores.shape[:1]:
+                raise ValueError(f"{name} must be [{len(scores)}], got {list(x.shape)}")
 
     def merge(self, other: QuantileHistogram) -> None:
         """Pool the counts of another shard of the same step."""

@@ -17,13 +17,13 @@ def route(
     ``scores [T, E]`` after the sigmoid, ``bias [E]`` *added* for the choice only. Returns
     ``experts [T, k]`` int64 (ties to the lowest index), ``weights [T, k]`` fp32 or wider (the
     unbiased scores, renormalised) and ``cutoff [T]``, the biased (k+1)-th score (minus infinity
-    if k = E). Differentiable in ``scores`` through the weights. ValueError for a k out of range.
+    if k = E). Differentiable in ``scores`` through the weights. ValueError for a k out of range and
+    a bias of another number of experts.
 
     On a GPU it runs in a Triton kernel, unless scores are fp64, or more than 4096, or k above 63.
     """
     num_experts = scores.shape[-1]
-    if not 1 <= k <= num_experts:
-        raise ValueError(f"k must lie in [1, {num_experts}], got {k}")
+    check_choice(num_experts, bias, k)
     scores = widen(scores)
     if takes_selection(scores, num_experts, k):
         from .fused import select
@@ -37,6 +37,14 @@ def route(
     experts = order[:, :k]
     cutoff = ranked[:, k] if k < num_experts else ranked.new_full((len(ranked),), -torch.inf)
     return experts, mixing_weights(scores, experts), cutoff
+
+
+def check_choice(num_experts: int, bias: torch.Tensor, k: int) -> None:
+    """ValueError unless ``k`` of so many experts can be chosen by this bias."""
+    if not 1 <= k <= num_experts:
+        raise ValueError(f"k must lie in [1, {num_experts}], got {k}")
+    if bias.shape != (num_experts,):
+        raise ValueError(f"bias must be [{num_experts}], got {list(bias.shape)}")
 
 
 def takes_selection(x: torch.Tensor, num_experts: int, k: int) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..blocks import blocks, takes_blocks
 from ..device import takes_kernels
+from ..once import once_differentiable
 from ..precision import widen
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..device import launch, on_device_of
+from ..once import once_differentiable
 from .triton_norm import norm_backward_kernel, norm_kernel
 
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 4096, 2048  # of a block of rows
 BACKWARD_BLOCKS = 16  # whose share of the weight's gradient is one partial sum
-STAGES = 3  # blocks on their way into shared memory, and the one at work
-WARPS = 4
+STAGES = 3  # blocks on their way into shared memory, and the one at work, where they fit
+SHARED = 200 << 10  # bytes of it that they may take
+WARPS, WARP_ELEMENTS, MOST_WARPS = 4, 2048, 16  # more than the first for rows that are as wide
 
 
 class Norm(torch.autograd.Function):
@@ -38,7 +39,7 @@ class Norm(torch.autograd.Function):
                     BR=block,
                     GATED=gate is not None,
                     FAST=x.is_cuda,
-                    num_warps=WARPS,
+                    num_warps=warps_for(padded),
                 )
         return out
 
@@ -62,10 +63,10 @@ class Norm(torch.autograd.Function):
                     BV=padded,
                     BR=block,
                     BLOCKS=BACKWARD_BLOCKS,
-                    STAGES=STAGES,
+                    STAGES=stages_for(block * padded, 2 if gate is None else 3),
                     GATED=gate is not None,
                     FAST=x.is_cuda,
-                    num_warps=WARPS,
+                    num_warps=warps_for(padded),
                 )
         return dx, d_gate, partial.sum(0).to(weight.dtype), None
 
@@ -74,6 +75,15 @@ def block_rows(width: int, elements: int) -> tuple[int, int]:
     """Rows of a block of about ``elements``, and the power of two that ``width`` is padded to."""
     padded = 1 << (width - 1).bit_length()
     return max(1, elements // padded), padded
+
+
+def stages_for(elements: int, tensors: int) -> int:
+    """`STAGES`, or as many as leave blocks of so many 16-bit elements of each tensor their room."""
+    return min(STAGES, 1 + SHARED // (2 * elements * tensors))
+
+
+def warps_for(padded: int) -> int:
+    return min(MOST_WARPS, max(WARPS, padded // WARP_ELEMENTS))
 
 
 def norm_fused(

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..blocks import blocks
+from ..once import once_differentiable
 
 
 class NormRows(torch.autograd.Function):

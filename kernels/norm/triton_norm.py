@@ -84,4 +84,5 @@ def norm_backward_kernel(
         if GATED:  # 1 - s as the sigmoid of -gate: it does not cancel
             d_logit = pull * normed * sigmoid(-logit, FAST)
             tl.store(d_gate + place, d_logit.to(d_gate.dtype.element_ty), mask=inside)
-    tl.store(d_weight + tl.program_id(0) * V + column, tl.sum(total, 0), mask=column < V)
+    share = tl.program_id(0).to(tl.int64) * V
+    tl.store(d_weight + share + column, tl.sum(total, 0), mask=column < V)

@@ -27,8 +27,11 @@ def draw_tokens(
     the distribution below the token. Temperature 0 takes the most likely token and reports its
     log-prob at temperature 1. Returns fp64 [N, 2], tokens and log-probs; the log-prob is not finite
     where logits are not. On a GPU one Triton kernel, which waits for nothing; its sums, in
-    another order than torch's, differ by 1e-15.
+    another order than torch's, differ by 1e-15. ValueError names a shape that does not fit.
     """
+    for name, x in (("temperature", temperature), ("point", point)):
+        if x.shape != logits.shape[:1]:
+            raise ValueError(f"{name} must be [{len(logits)}], got {list(x.shape)}")
     with torch.no_grad():
         if logits.is_cuda:
             from .fused import draw
@@ -60,7 +63,10 @@ def naive_draw_tokens(
 
 def stream_points(keys: Tensor, position: Tensor) -> Tensor:
     """fp64 [N] in [0, 1), 53 random bits each: output number ``position`` int32 [N] of the
-    splitmix64 streams (Steele et al., 2014) ``keys`` int64 [N], which hold 64 bits."""
+    splitmix64 streams (Steele et al., 2014) ``keys`` int64 [N], which hold 64 bits. ValueError if
+    they are not as many."""
+    if position.shape != keys.shape:
+        raise ValueError(f"position must be {list(keys.shape)}, got {list(position.shape)}")
     if keys.is_cuda:
         from .fused import points
 
@@ -92,8 +98,16 @@ def advance_(
     ``drawn`` fp64 [N, 2] of `draw_tokens`.
 
     A sequence is over, its place becomes -1, when row ``stop[n]`` of ``stops`` uint8 [S, V] is not
-    0 at its token, or when ``left`` counts down to 0; one that is over stays as it is.
+    0 at its token, or when ``left`` counts down to 0; one that is over stays as it is. ValueError
+    for inputs of another number, or that do not lie one behind the other.
     """
+    columns = {"ids": ids, "places": places, "past": past, "position": position, "left": left}
+    for name, x in (columns | {"stop": stop}).items():
+        if x.shape != drawn.shape[:1] or not x.is_contiguous():
+            raise ValueError(
+                f"{name} must be [{len(drawn)}] without gaps, got {list(x.shape)} with a stride of "
+                f"{list(x.stride())}"
+            )
     if drawn.is_cuda:
         from .fused import advance
 

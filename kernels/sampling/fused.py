@@ -25,7 +25,7 @@ def draw(logits: Tensor, temperature: Tensor, point: Tensor) -> Tensor:
     if count:
         with on_device_of(logits):
             launch(draw_kernel)[(count,)](
-                *(logits, temperature, point, out, logits.stride(0)),
+                *(logits, temperature.contiguous(), point.contiguous(), out, logits.stride(0)),
                 V=width,
                 BV=block,
                 BLOCKS=1 << (blocks - 1).bit_length(),
@@ -40,7 +40,7 @@ def points(keys: Tensor, position: Tensor) -> Tensor:
     if len(keys):
         with on_device_of(keys):
             launch(point_kernel)[(-(-len(keys) // ROWS),)](
-                keys, position, out, len(keys), BLOCK=ROWS
+                keys.contiguous(), position.contiguous(), out, len(keys), BLOCK=ROWS
             )
     return out
 
@@ -59,7 +59,8 @@ def advance(
     if len(drawn):
         with on_device_of(drawn):
             launch(advance_kernel)[(-(-len(drawn) // ROWS),)](
-                *(drawn, stops, ids, places, past, position, left, stop, len(drawn)),
+                *(drawn.contiguous(), stops.contiguous(), ids, places, past, position, left, stop),
+                len(drawn),
                 V=stops.shape[1],
                 BLOCK=ROWS,
             )

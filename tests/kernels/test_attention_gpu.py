@@ -56,3 +56,11 @@ def test_a_sequence_has_the_bits_that_it_has_alone() -> None:
     for start, end in pairwise(bounds):
         alone = attend([x[start:end] for x in given], (0, end - start))
         assert torch.equal(alone, together[start:end])
+
+
+@pytest.mark.parametrize("bounds", [(0, 4096), (0, 300, 301, 1175)])
+def test_strides_do_not_matter(bounds: tuple[int, ...]) -> None:
+    given = draw(bounds[-1])
+    apart = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+    assert all(x.stride(2) != 1 for x in apart)
+    assert torch.equal(attend([x.requires_grad_() for x in apart], bounds), attend(given, bounds))

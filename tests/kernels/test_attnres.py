@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from farhorizon.kernels.attnres import mix, mix_norm, naive_mix, naive_mix_norm
@@ -54,6 +55,27 @@ def test_a_site_by_hand_and_as_specified():
         results.append([total, normed, *torch.autograd.grad(loss, [*tensors, *weights])])
     for got, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_weights_may_be_narrower_than_sources(small: bool, monkeypatch: pytest.MonkeyPatch):
+    """Sums are in fp64 where anything is; results and gradients have the types of their own."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("farhorizon.kernels.blocks.FEW_ELEMENTS", 1 << 13 if small else 0)
+    kinds = (torch.float64, torch.bfloat16, torch.float64, torch.float32, torch.bfloat16)
+    shapes = ((5, 6), (5, 6), (5, 6), (6,), (6,))
+    given = [torch.randn(s).to(k).requires_grad_() for s, k in zip(shapes, kinds, strict=True)]
+    wide = [x.detach().double().requires_grad_() for x in given]
+    results = []
+    for form, leaves in ((mix, given), (naive_mix, wide)):
+        out = form(leaves[:3], leaves[3], leaves[4])
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert [x.dtype for x in results[0]] == [torch.float64, *kinds]
+    for got, expected in zip(*results, strict=True):
+        close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[got.dtype]
+        torch.testing.assert_close(got, expected.to(got.dtype), atol=close, rtol=close)
+    with pytest.raises(ValueError, match="sources must be at least one"):
+        mix([], given[3], given[4])
 
 
 def test_zero_query_still_learns():

@@ -267,10 +267,11 @@ def test_a_bound_out_of_range_is_refused() -> None:
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_in_place_it_changes_the_rows_that_are_named_and_no_other(kernel: bool) -> None:
-    """Of six rows three, in another order; one of four sequences has none."""
+    """Of six rows three, in another order; one of four sequences has none. Places lie apart."""
     inputs = narrowed(draw(4), torch.float32)
     kept, tails = torch.randn(6, HEADS, 16, 16).to(DEVICE), torch.randn(6, 3, HEADS * 48).to(DEVICE)
-    places = torch.tensor([4, -1, 0, 2], dtype=torch.int32, device=DEVICE)
+    pairs = [[4, 5], [-1, 5], [0, 5], [2, 5]]
+    places = torch.tensor(pairs, dtype=torch.int32, device=DEVICE)[:, 0]
     used, where = [0, 2, 3], [4, 0, 2]
     some = {
         n: x if n in ("kernel", "weight", "A_log", "dt_bias") else x[used]

@@ -94,7 +94,8 @@ def test_queries_and_caches_may_be_parts_of_larger_tensors() -> None:
     query, shared, cache, places, lengths = draw([3, 20], 2)
     both = torch.cat((shared, query), -1)
     wide = torch.cat((cache, cache), 1)[:, : cache.shape[1]]
-    parts = (both[..., 16:], both[..., :16], wide, places, lengths)
+    pair = torch.stack((places, lengths), 1)
+    parts = (both[..., 16:], both[..., :16], wide, *pair.unbind(1))
     assert torch.equal(attend(parts), attend((query, shared, cache, places, lengths)))
 
 
@@ -107,6 +108,9 @@ def test_a_new_latent_is_normed_and_its_key_is_not() -> None:
     row = int(places[1])
     line = torch.cat((naive_rms_norm(entry[1, :32], weight, 1e-5), entry[1, 32:]))
     assert torch.allclose(cache[row, 20], line, atol=1e-6)
+    apart, pair = before.clone(), torch.stack((places, lengths), 1)
+    fused.append(entry, weight, 1e-5, apart, *pair.unbind(1))
+    assert torch.equal(apart, cache)
     cache[row, 20] = before[row, 20]
     assert torch.equal(cache, before)
     again = before.clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -297,3 +298,57 @@ def test_a_router_that_sends_all_tokens_to_one_expert():
     assert counts.histogram is not None
     load = torch.bincount(router(x, weight, counts.histogram.solve(), 1)[0].flatten(), minlength=20)
     assert int(load.max()) <= 10  # of 40
+
+
+def test_shapes_that_do_not_fit_are_named():
+    """Kernels would read and write beyond what is there."""
+    scores, x, weight, bias = torch.rand(3, 4), torch.rand(3, 8), torch.rand(4, 8), torch.zeros(4)
+    with pytest.raises(ValueError, match=r"bias must be \[4\], got \[1\]"):
+        route(scores, bias[:1], 2)
+    with pytest.raises(ValueError, match=r"bias must be \[4\], got \[1\]"):
+        router(x, weight, bias[:1], 2)
+    with pytest.raises(ValueError, match=r"weight must be \[E, D\] for x \[T, D\], got \[4, 7\]"):
+        router(x, weight[:, 1:], bias, 2)
+    known = torch.ones(2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"a mask must be \[3\] as the tokens, got \[2\]"):
+        router(x, weight, bias, 2, (torch.zeros(3, 2, dtype=torch.long), known))
+    load = torch.zeros(4, dtype=torch.long)
+    for counts, message in (
+        (Counts(load, None, known), r"a mask must be \[3\] as the tokens, got \[2\]"),
+        (Counts(load[1:]), r"load must be \[4\], got \[3\]"),
+        (Counts(load, QuantileHistogram(bias[1:], 2)), "histogram of 2 of 3 experts for 2 of 4"),
+        (Counts(load, QuantileHistogram(bias, 3)), "histogram of 3 of 4 experts for 2 of 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            router(x, weight, bias, 2, counts=counts)
+    histogram = QuantileHistogram(bias, 2)
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        ((scores[:, 1:],), r"scores must be \[T, 4\], got \[3, 3\]"),
+        ((scores, known), r"valid must be \[3\], got \[2\]"),
+        ((scores, None, scores[:1, 0]), r"cutoff must be \[3\], got \[1\]"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            histogram.add(*given)
+    assert not load.any() and not histogram.counts.any()
+
+
+@pytest.mark.parametrize(
+    ("changed", "shape", "message"),
+    [
+        ("x", (9, 5), r"w1 must be \[4, 5, 5\], got \[4, 5, 6\]"),
+        ("w2", (3, 6, 5), r"w2 must be \[4, 6, 5\], got \[3, 6, 5\]"),
+        ("w3", (4, 6, 5), r"w3 must be \[4, 5, 6\], got \[4, 6, 5\]"),
+        ("experts", (8, 2), r"must be \[9, k\] as the tokens, got \[8, 2\] and \[9, 2\]"),
+        ("weights", (9, 1), r"must be \[9, k\] as the tokens, got \[9, 2\] and \[9, 1\]"),
+        ("experts", (9,), r"experts \[T, k\], got \[9, 6\], \[4, 5, 6\] and \[9\]"),
+    ],
+)
+def test_experts_of_shapes_that_do_not_fit_are_named(changed: str, shape: tuple, message: str):
+    experts = torch.zeros(9, 2, dtype=torch.long)
+    names = ("x", "w1", "w2", "w3", "weights")
+    given: dict[str, Any] = dict(zip(names, drawn(9, 4, experts), strict=True))
+    given["experts"] = experts
+    given[changed] = torch.zeros(shape, dtype=given[changed].dtype)
+    with pytest.raises(ValueError, match=message):
+        grouped_experts(**given, activation=None)

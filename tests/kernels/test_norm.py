@@ -153,3 +153,13 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         gated_norm(x, torch.zeros(2, 4), torch.ones(4), EPS)
     with pytest.raises(ValueError, match=r"weight must be \[4\], got \[3\]"):
         gated_norm(x, x, torch.ones(3), EPS)
+
+
+@pytest.mark.parametrize("tensors", [2, 3])
+@pytest.mark.parametrize("width", [20, 128, 7168, 16384, 20000, 65536])
+def test_blocks_on_their_way_fit_in_shared_memory(width: int, tensors: int) -> None:
+    """An SM of Hopper has 227 KiB for a program; up to 16,384 columns three stages fit."""
+    block, padded = fused.block_rows(width, fused.BACKWARD_ELEMENTS)
+    stages = fused.stages_for(block * padded, tensors)
+    assert 2 * (stages - 1) * block * padded * tensors <= 227 << 10
+    assert stages == fused.STAGES or padded > 16384

@@ -281,6 +281,13 @@ def test_strided_inputs() -> None:
     for own in ([apart, weight], [x, slices], [x, weight.T.contiguous().T]):
         found = run([*own, bias], 3)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    x, weight = x.half(), weight.half()  # which are copied where they are
+    one = run([x[:1], weight, bias], 3)
+    column = x[0][:, None].clone().t()  # a row of stride 1
+    for own, rows in ((column, 1), (x[:1].expand(12, 24), 12)):
+        found = run([own, weight, bias], 3)
+        assert all(torch.equal(a, b.expand(rows, 3)) for a, b in zip(found, one, strict=True))
+        assert fused.parts_of(own, torch.float16, False).stride() == (24, 1)
 
 
 def test_no_tokens() -> None:

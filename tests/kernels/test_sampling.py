@@ -16,11 +16,13 @@ if not GPU:
 import triton.experimental.gluon  # noqa: E402, F401  # in the same mode: launches look into it
 
 from farhorizon.kernels.sampling import (  # noqa: E402
+    advance_,
     draw_tokens,
     fused,
     naive_advance,
     naive_draw_tokens,
     naive_stream_points,
+    stream_points,
 )
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -59,6 +61,8 @@ def test_logits_may_lie_apart_and_be_none(loops: None) -> None:
         for given in (padded[:, :64], turned):
             assert not given.is_contiguous()
             assert torch.equal(form(given, heat, point), whole)
+        pair = torch.stack((heat, point), 1)
+        assert torch.equal(form(logits, pair[:, 0], pair[:, 1]), whole)
     assert fused.draw(logits[:0], heat[:0], point[:0]).shape == (0, 2)
 
 
@@ -87,6 +91,26 @@ def test_points_are_those_of_the_host() -> None:
     )
     meant = naive_stream_points(torch.from_numpy(keys.view(np.int64)), torch.from_numpy(position))
     assert torch.equal(found.cpu(), meant)
+    apart = [torch.from_numpy(x).to(DEVICE)[::3] for x in (keys.view(np.int64), position)]
+    assert torch.equal(fused.points(*apart).cpu(), meant[::3])
+
+
+def test_columns_that_do_not_fit_are_named() -> None:
+    logits, heat = torch.zeros(3, 4), torch.ones(3, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"temperature must be \[3\], got \[2\]"):
+        draw_tokens(logits, heat[1:], heat)
+    with pytest.raises(ValueError, match=r"point must be \[3\], got \[\]"):
+        draw_tokens(logits, heat, heat[0])
+    keys, numbers = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"position must be \[3\], got \[1\]"):
+        stream_points(keys, numbers[:1])
+    stops, drawn = torch.zeros(1, 4, dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.float64)
+    apart = torch.zeros(3, 2, dtype=torch.int32)[:, 0]
+    for at, column in ((2, apart), (5, numbers[1:])):
+        columns = [numbers.clone() for _ in range(6)]
+        columns[at] = column
+        with pytest.raises(ValueError, match=r"(past|stop) must be \[3\] without gaps, got"):
+            advance_(drawn, stops, *columns)
 
 
 @pytest.mark.parametrize("follow", [fused.advance, naive_advance])

@@ -22,7 +22,7 @@ from farhorizon.launch.decode_peers import beside
 from farhorizon.launch.parity import random_policy, score
 from farhorizon.launch.plan import read_policy
 from farhorizon.launch.step_measure import small_config
-from farhorizon.policy import Policy
+from farhorizon.policy import DecodeState, Policy
 from farhorizon.rollout.vllm_probe import Decoded, DecodeEngine
 
 SMALL = small_config(read_policy("1b")[0])
@@ -70,13 +70,26 @@ def test_the_measuring_part_needs_no_settings() -> None:
 
 def test_bytes_by_hand() -> None:
     """One more sequence: a latent of 576 numbers for each of 100 tokens in one layer, and in three
-    layers a state of 2 heads of 128 x 128 fp32 and 3 inputs of 768 channels there and back. One
-    sequence uses 2 of 8 experts, each 3 x 128 x 128 numbers in three of four layers."""
+    layers a state of 2 heads of 128 x 128 fp32 and 3 inputs of 768 channels there and back. An
+    expert is 3 x 128 x 128 numbers."""
     policy = random_policy(SMALL, 0, "cpu")
     own = 100 * 576 * 2 + 3 * 2 * (2 * 128 * 128 * 4 + 3 * 768 * 2)
-    assert floor_bytes(policy, 9, 100) - floor_bytes(policy, 8, 100) == own
-    experts = 3 * 3 * 128 * 128 * 2
-    assert floor_bytes(policy, 2, 100) - floor_bytes(policy, 1, 100) == own + 2 * experts
+    least = floor_bytes(policy, 8, 100, [8, 8, 8])
+    assert floor_bytes(policy, 9, 100, [8, 8, 8]) - least == own
+    assert least - floor_bytes(policy, 8, 100, [8, 3, 7]) == 6 * 3 * 128 * 128 * 2
+
+
+@torch.inference_mode()
+def test_only_experts_that_are_read_count() -> None:
+    """Of three sequences in a bucket of four, two of which read the same token in the same state:
+    at most four of eight experts, in any layer."""
+    policy = random_policy(SMALL, 0, "cpu")
+    state = DecodeState.empty(policy.config, 3, "cpu", policy.dtype)
+    state.reserve(8)
+    graph = decode_measure.steps_of(policy, state).captured(3)
+    graph.give(decode_measure.inputs([5, 5, 9], range(3), [0] * 3, 0))
+    found = decode_measure.experts_read(graph)
+    assert len(found) == 3 and all(2 <= count <= 4 for count in found)
 
 
 def test_steps_are_as_near_to_fp32_as_a_forward(policy: Policy) -> None:

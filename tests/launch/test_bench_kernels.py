@@ -86,15 +86,20 @@ def test_a_site_is_checked_and_measured() -> None:
     assert max(row["errors"].values()) < 6e-3
 
 
-def test_a_wrong_site_is_not_measured() -> None:
+@pytest.mark.parametrize("first", [0, 550])
+def test_a_wrong_site_is_not_measured(first: int) -> None:
+    """Of 600 tokens, of which 512 are checked, all or the last 50 are wrong."""
+
     def wrong(site: Site) -> tuple[torch.Tensor, torch.Tensor]:
         total, normed = bench_attnres.ours(site)
-        return total, normed * 1.05
+        factor = torch.ones(len(normed), 1)
+        factor[first:] = 1.05
+        return total, normed * factor
 
     rows: list[Any] = []
     side = bench_attnres.Side(bench_attnres.OURS, wrong)
     with pytest.raises(RunFailed, match="is off by"):
-        bench_attnres.run(FakeMeter(), [side], [(8, 24, 3)], AttnResBenchConfig(), rows.append)
+        bench_attnres.run(FakeMeter(), [side], [(600, 24, 3)], AttnResBenchConfig(), rows.append)
     assert rows == []
 
 

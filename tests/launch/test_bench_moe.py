@@ -14,8 +14,8 @@ import torch
 from farhorizon.configs.benchmarks import MoeBenchConfig
 from farhorizon.configs.errors import RunFailed, UserError
 from farhorizon.configs.load import override_config
-from farhorizon.kernels.moe import naive_experts
-from farhorizon.launch import measure
+from farhorizon.kernels.moe import Counts, naive_experts, router
+from farhorizon.launch import measure, moe_measure
 from farhorizon.launch.bench_moe import bench_moe, run, tell
 from farhorizon.launch.measure import Measured, lines_to
 from farhorizon.launch.moe_measure import (
@@ -93,14 +93,25 @@ def test_truths_are_those_of_the_definition(bounds: Bounds) -> None:
 
 
 def test_both_sides_run_and_every_line_is_kept(tmp_path: Path) -> None:
-    config = MoeBenchConfig()
-    sides = [Side(OURS, ours), Side("torch", grouped_mm, captured=False)]
+    config = MoeBenchConfig(seed=2)
+
+    def of_joined(given: Inputs, bounds: Bounds) -> torch.Tensor:
+        assert given.w1.shape == (4, 16, 16) and given.w3.shape == (4, 0, 16)
+        w1, w3 = given.w1.chunk(2, 1)
+        return ours(given._replace(w1=w1, w3=w3), bounds)
+
+    sides = [
+        Side(OURS, ours),
+        Side("torch", grouped_mm, captured=False),
+        Side("joined", of_joined, joined=True),
+    ]
     routers = [RouterShape(9, 16, 6, 2)]
     with lines_to(str(tmp_path / "moe.jsonl")) as take:
         run(FakeMeter(), sides, [SMALL], routers, config, take)
     rows = [json.loads(line) for line in (tmp_path / "moe.jsonl").read_text().splitlines()]
-    names = [OURS, "torch", OURS, "with statistics", "product alone"]
+    names = [OURS, "torch", "joined", OURS, "with statistics", "product alone"]
     assert [row["name"] for row in rows] == names
+    assert rows[2]["errors"] == rows[0]["errors"]
     assert max(rows[1]["errors"].values()) < 2e-2  # it rounds more often on its way
 
 
@@ -124,3 +135,19 @@ def test_a_share_is_of_the_dense_product() -> None:
 def test_a_router_is_timed_in_three_forms() -> None:
     found = measure_router(FakeMeter(), RouterShape(40, 16, 8, 3), 1, 0)
     assert [one.forward_ms for one in found] == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("tokens", [64, 5000])
+def test_a_router_that_counts_wrong_is_not_timed(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It forgets the first token, of however many."""
+
+    def forgetful(*given: Any, counts: Counts | None = None) -> Any:
+        if counts is not None:
+            counts = counts._replace(valid=torch.arange(tokens) > 0)
+        return router(*given, counts=counts)
+
+    monkeypatch.setattr(moe_measure, "router", forgetful)
+    with pytest.raises(RunFailed, match=f"of {tokens} tokens {tokens - 1} were counted"):
+        measure_router(FakeMeter(), RouterShape(tokens, 16, 8, 3), 1, 0)
