@@ -156,7 +156,7 @@ class SyncConfig:
     transport: Literal["auto", "objects", "collective", "ipc"] = "auto"  # docs/sync.md
     bucket_mb: int = 64
     canary_tokens: int = 64
-    canary_tolerance: float | None = None  # largest log-prob difference accepted, nats
+    canary_tolerance: float | None = None  # largest difference of its log-probs, nats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

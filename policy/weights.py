@@ -161,8 +161,8 @@ class Publication:
     ``buckets`` are what stands for each `Bucket` in manifest order; ``digests`` are one per tensor
     of the manifest. The canary is a sequence of token ids (int64 [n]) with the learner's log-probs
     of tokens 1..n-1 (fp32 [n - 1]) at ``temperature``; the receiver must reproduce them within
-    ``tolerance`` nats. ``thresholds`` are what the learner routes with. ``seconds`` is what it took
-    to gather, digest and give the tensors.
+    ``tolerance`` nats, in the mean where it rounds. ``thresholds`` are what the learner routes
+    with. ``seconds`` is what it took to gather, digest and give the tensors.
     """
 
     version: PolicyVersion

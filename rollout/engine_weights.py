@@ -43,12 +43,19 @@ class EngineWeights:
     """`Holder` of an engine. What it serves is kept on the host, to go back to: copied there, where
     it comes on a GPU, before it is served.
 
-    ``manifest`` is that of publications, whose tensors ``stored`` renames and divides.
+    ``manifest`` is that of publications, whose tensors ``stored`` renames and divides; ``rounds``
+    as in `Holder`.
     """
 
     def __init__(
-        self, engine: WeightEngine, folder: Path, manifest: WeightManifest, stored: Stored
+        self,
+        engine: WeightEngine,
+        folder: Path,
+        manifest: WeightManifest,
+        stored: Stored,
+        rounds: bool = False,
     ) -> None:
+        self.rounds = rounds
         self._engine, self._folder, self._stored = engine, folder, stored
         self._manifest = manifest
         self._held: Mapping[str, Tensor] | None = None  # None: what the folder's files have
@@ -108,7 +115,9 @@ class EngineWeights:
             )
 
 
-def policy_weights(engine: WeightEngine, folder: Path, config: PolicyConfig) -> EngineWeights:
+def policy_weights(
+    engine: WeightEngine, folder: Path, config: PolicyConfig, rounds: bool = False
+) -> EngineWeights:
     """The `Holder` of an engine that started from the checkpoint of one of our policies.
 
     UserError for one beside a vision tower, whose tensors no publication has.
@@ -131,7 +140,7 @@ def policy_weights(engine: WeightEngine, folder: Path, config: PolicyConfig) -> 
             for name, part in stored_parts(whole, tensor, config, export=False)
         }
 
-    return EngineWeights(engine, folder, manifest, stored)
+    return EngineWeights(engine, folder, manifest, stored, rounds)
 
 
 def read_stored(folder: Path) -> dict[str, Tensor]:

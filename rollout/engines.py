@@ -60,7 +60,7 @@ def build(
         eager=rollout.vllm.eager,
         routed_layers=routed if record_routes else (),
     )
-    holder = policy_weights(engine, folder, config)
+    holder = policy_weights(engine, folder, config, rollout.vllm.dtype == "bfloat16")
     generator = RequestGenerator(engine, seed, rollout.keep_states, in_flight)
     return Built(generator, holder, spoken)
 

@@ -21,6 +21,8 @@ class NarrowWeights(PolicyWeights):
     Thresholds, and the gates and convolutions that are fp32 in it as well, keep every bit.
     """
 
+    rounds = True
+
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
         self._given: Mapping[str, Tensor] = {}

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -127,3 +128,20 @@ def test_the_setting_decides(
     assert isinstance(holder, NarrowWeights) == (expected == torch.bfloat16)
     assert holder.policy.lm_head.weight.dtype == expected
     assert {spec.dtype for spec in holder.manifest.specs} == {"float32"}
+
+
+@pytest.mark.parametrize(("first", "others", "taken"), [(4.0, 0.2, True), (0.7, 0.7, False)])
+def test_rounding_may_move_single_tokens_but_not_all(
+    first: float, others: float, taken: bool
+) -> None:
+    """Random ids are what a trained policy never sees: there two forwards differ."""
+    publication = published(make(1), 5)
+    gaps = np.full_like(publication.canary_logprobs, others)
+    gaps[0] = first
+    shifted = replace(publication, canary_logprobs=publication.canary_logprobs + gaps)
+    receiver = WeightReceiver(NarrowWeights(narrow(0)))
+    if taken:
+        receive(receiver, shifted)
+        return
+    with pytest.raises(SyncError, match=r"5 refused: canary token \d+: .* in the mean, more than"):
+        receive(receiver, shifted)
