@@ -57,6 +57,7 @@ def build(
         dtype=rollout.vllm.dtype,
         eager=rollout.vllm.eager,
         routed_layers=routed if record_routes else (),
+        sleeps=rollout.vllm.sleep,
     )
     holder = policy_weights(engine, folder, config)
     generator = RequestGenerator(engine, seed, rollout.keep_states, in_flight)

@@ -199,6 +199,11 @@ def test_a_file_that_cannot_be_written_is_told_first(
 def test_settings_without_effect_are_told(checkpoint: Path) -> None:
     with pytest.raises(UserError, match=r"^rollout\.keep_states=1 would have no effect: an eval"):
         evaluate(str(checkpoint), ["env.id=echo-v0", "rollout.keep_states=1"])
+    asleep = ["env.id=echo-v0", "rollout.engine=vllm", "rollout.vllm.sleep=true"]
+    with pytest.raises(
+        UserError, match=r"^rollout\.vllm\.sleep=true would have no effect: an eval"
+    ):
+        evaluate(str(checkpoint), asleep)
 
 
 def test_figures_are_shown_before_they_are_written(
