@@ -116,7 +116,7 @@ class Engine:
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         # None of its own ops: it would look for a compiler of each, and on CPUs compile collectives
         # that reduce in an order of their own.
-        vars(deepspeed.ops)["__compatible_ops__"] = {}
+        deepspeed.ops.__dict__["__compatible_ops__"] = {}
         self.policy, self.config = policy, config
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.stage = config.zero_stage
@@ -231,7 +231,8 @@ class Engine:
     def gathered_state(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and persistent buffer in manifest order, whole, on every rank.
 
-        A collective: all ranks must consume it to the end. A tensor is valid until the next one.
+        A collective: all ranks must consume it to the end. Who holds a tensor has its numbers until
+        the next update.
         """
         live = dict(self.policy.named_parameters(remove_duplicate=False))
         live |= dict(self.policy.named_buffers(remove_duplicate=False))
