@@ -28,6 +28,8 @@ BATCHED_TOKENS = 8192  # of a prefill step: longer prompts go on from the states
 # Kernels that need packages which its wheel does not bring everywhere. They are for several GPUs,
 # and for sampling from a part of the distribution.
 UNUSED = ("VLLM_KIMI_K3_GEMM_AR", "VLLM_ENABLE_GEMM_RS", "VLLM_USE_FLASHINFER_SAMPLER")
+# vLLM reports what it runs to a public server unless told not to.
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
 WEIGHTS, CACHES = "weights", "kv_cache"  # as vLLM calls what sleeps
 
 
@@ -38,7 +40,8 @@ def check_installed(wanted: str = "rollout.engine=vllm") -> None:
 
 
 def import_vllm() -> Any:
-    """The package; UserError without it."""
+    """The package, which keeps what it runs to itself; UserError without it."""
+    os.environ.update(QUIET)
     for name in UNUSED:
         os.environ.setdefault(name, "0")
     try:

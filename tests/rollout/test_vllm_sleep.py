@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,13 @@ def test_what_is_sampled_is_as_if_it_had_never_slept(
         assert own.versions.tolist() == [number] * 6
         assert played.calls == []
     assert other.calls == []
+
+
+def test_what_runs_is_reported_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"):
+        monkeypatch.setenv(name, "0")
+    Played(tmp_path, monkeypatch)
+    assert os.environ["VLLM_NO_USAGE_STATS"] == os.environ["VLLM_DO_NOT_TRACK"] == "1"
 
 
 def test_an_update_that_was_skipped_leaves_the_weights_of_before(played: Played) -> None:
