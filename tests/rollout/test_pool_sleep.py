@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import ray
 
 from farhorizon.configs.schema import RolloutConfig, VllmConfig
 from farhorizon.policy.checkpoint import load_checkpoint
+from farhorizon.policy.weights import PolicyVersion
 from farhorizon.rollout import pool as pools
 from farhorizon.rollout.actor import RolloutActor
 from farhorizon.rollout.pool import RolloutPool
@@ -25,25 +25,20 @@ SLEEPING = RolloutConfig(actors=2, max_turn_tokens=6, vllm=VllmConfig(sleep=True
 
 
 class Drowsy(RolloutActor):
-    """Counts its sleeps since it was awake."""
+    """Remembers the weights that it had when it went to sleep: others wake it."""
 
-    asleep = 0
+    slept: PolicyVersion | None = None
 
     @ray.method(concurrency_group="sync")
     def sleep(self) -> None:
-        self.asleep += 1
+        self.slept = self._receiver.version
 
-    @ray.method(concurrency_group="sync")
-    def finish_update(self, number: int) -> Mapping[str, float]:
-        self.asleep = 0
-        return super().finish_update(number)
-
-    def sleeps(self) -> int:
-        return self.asleep
+    def asleep(self) -> bool:
+        return self.slept is not None and self.slept is self._receiver.version
 
 
-def sleeps(pool: RolloutPool) -> list[int]:
-    return ray.get([actor.sleeps.remote() for actor in pool.actors])
+def asleep(pool: RolloutPool) -> list[bool]:
+    return ray.get([actor.asleep.remote() for actor in pool.actors])
 
 
 def test_all_actors_sleep_when_the_run_says_so(
@@ -56,16 +51,16 @@ def test_all_actors_sleep_when_the_run_says_so(
     pool = RolloutPool(str(tiny_checkpoint), ENV, SLEEPING, 128, seed=3)
     try:
         pool.sync(learner)
-        assert sleeps(pool) == [0, 0]
+        assert asleep(pool) == [False, False]
         pool.sleep()
-        assert sleeps(pool) == [1, 1]
+        assert asleep(pool) == [True, True]
         os.kill(pool.process_ids[1], signal.SIGKILL)
         learner.publication = fakes.publish(policy, 1)
         pool.sync(learner)
-        assert pool.restarted == 1 and sleeps(pool) == [0, 0]
+        assert pool.restarted == 1 and asleep(pool) == [False, False]
         os.kill(pool.process_ids[0], signal.SIGKILL)
         pool.sleep()
-        assert pool.restarted == 2 and sleeps(pool) == [1, 1]
+        assert pool.restarted == 2 and asleep(pool) == [True, True]
         groups, _ = pool.collect(pool.submit(TASKS, 3))
         assert ids(groups) == ids(here(tiny_checkpoint, 5))
     finally:
@@ -77,9 +72,11 @@ def test_others_never_sleep(
 ) -> None:
     monkeypatch.setattr(pools, "RolloutActor", Drowsy)
     wakeful = replace(SLEEPING, actors=1, vllm=VllmConfig())
+    policy = load_checkpoint(tiny_checkpoint).policy
     pool = RolloutPool(str(tiny_checkpoint), ENV, wakeful, 128, seed=3)
     try:
+        pool.sync(Learner(fakes.publish(policy, 0)))
         pool.sleep()
-        assert sleeps(pool) == [0]
+        assert asleep(pool) == [False]
     finally:
         pool.close()
