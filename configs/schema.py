@@ -33,6 +33,7 @@ class VllmConfig:
     memory: float = 0.9  # share of the GPU's memory for its weights, states and caches
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # its weights and what it computes in
     eager: bool = False  # without CUDA graphs: starts sooner, decodes more slowly
+    sleep: bool = False  # of train: memory is the learner's while it learns on the same GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,6 +109,7 @@ def _check(
     check_bounds(config)
     if config.rollout.keep_states and not defaults.rollout.keep_states:
         check_unused("rollout", config.rollout, ["keep_states"], "an evaluation has one policy")
+    check_unused("rollout.vllm", config.rollout.vllm, ["sleep"], "an evaluation learns nothing")
     check_engine(config.rollout, config.ray_address)
     if config.rollout.vllm != defaults.rollout.vllm:  # of a run they may be there without one
         check_native(config.rollout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from ..configs.errors import UserError
@@ -14,7 +15,8 @@ from .stage_record import stage_folders
 
 
 def evaluation_defaults(checkpoint: Path, overrides: list[str]) -> EvalConfig:
-    """Settings of the run, stage run or warm-up that made the checkpoint, as far as they are known.
+    """Settings of the run, stage run or warm-up that made the checkpoint, as far as they are known
+    and not for the sake of a learner.
 
     A folder may come from somebody else: code that its config names is run only when the command
     line names it too. An environment that the command line replaces brings no arguments along.
@@ -37,7 +39,7 @@ def evaluation_defaults(checkpoint: Path, overrides: list[str]) -> EvalConfig:
         env=env,
         seed=made.seed,
         context=made.context,
-        rollout=made.rollout,
+        rollout=replace(made.rollout, vllm=replace(made.rollout.vllm, sleep=False)),
         allow_longer_context=made.allow_longer_context,
         ray_address=made.ray_address,
     )

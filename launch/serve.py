@@ -21,12 +21,10 @@ from ..policy.records import check_context, read_config, read_stage
 from ..policy.shards import Shards
 from ..policy.tokenizer import load_tokenizer
 from ..policy.value import VALUE_FILE
-from ..rollout.vllm import UNUSED, check_installed
+from ..rollout.vllm import QUIET, UNUSED, check_installed
 from .prepare import find_checkpoint
 from .serve_chat import MODE
-
-# vLLM reports what it serves to a public server unless told not to; nothing is downloaded either.
-QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+from .together import check_unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,7 @@ def serve(path: str, config: ServeConfig) -> int:
     UserError for what vLLM cannot serve, before anything starts.
     """
     check_bounds(config)
+    check_unused("vllm", config.vllm, ["sleep"], "no learner shares the GPU of a server")
     command = server_command(path, config)
     if config.dry_run:
         print(command)
@@ -98,7 +97,8 @@ def server_command(path: str, config: ServeConfig) -> Command:
         arguments.append("--enforce-eager")
     arguments += config.flags
     environment = {name: os.environ.get(name, "0") for name in UNUSED} | QUIET
-    return Command(arguments, environment | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
+    own = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "HF_HUB_OFFLINE": "1"}  # nothing is downloaded
+    return Command(arguments, environment | own)
 
 
 def _program() -> tuple[str, ...]:

@@ -138,7 +138,24 @@ def _check_engine(config: TrainConfig) -> None:
             f"sync.canary_tokens={config.sync.canary_tokens} must be below context="
             f"{config.context} with rollout.engine=vllm, which takes no longer sequence"
         )
+    if config.rollout.vllm.sleep:
+        _check_sleep(config)
     check_engine(config.rollout, config.ray_address)
+
+
+def _check_sleep(config: TrainConfig) -> None:
+    """An engine sleeps for the sake of a learner on the same GPU, with which it takes turns."""
+    own, other, name = config.rollout.gpus, config.learner.gpus, "rollout.vllm.sleep=true"
+    if not (0 < own < 1 and 0 < other < 1):
+        raise UserError(
+            f"{name} needs a GPU that learner and rollout share, and learner.gpus={other:g} and "
+            f"rollout.gpus={own:g}: set a share of one for each, as 0.5, or leave it out"
+        )
+    if config.max_staleness > 0:
+        raise UserError(
+            f"{name} does not go with max_staleness={config.max_staleness}, with which episodes "
+            "are played while the learner works: set max_staleness=0, or leave it out"
+        )
 
 
 def _check_transport(config: TrainConfig) -> None:

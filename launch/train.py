@@ -136,6 +136,8 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
             config.teachers,
         )
         stack.callback(learner.close)
+        if config.rollout.engine == "vllm" and 0 < config.rollout.gpus < 1:
+            learner.ready()  # vLLM takes what is allocated while it starts for its own
         pool = RolloutPool(
             str(run.checkpoint),
             config.env,
@@ -167,6 +169,7 @@ def _loop(job: Job) -> Evaluation | None:
         # From here to the record the step is one piece: Ctrl-C waits.
         with uninterrupted("finishing the step, then saving"):
             with display.phase("learn"):
+                job.pool.sleep()
                 job.learner.set_lr(learning_rate(config, job.learner.version))
                 update = job.learner.update(played.fresh)
             # The learner has left the step before: what is saved from here on is this step.

@@ -335,7 +335,8 @@ def _parts(
                 f"checkpoint: {name} {list(tensor.shape)} is not a tensor of the "
                 "policy, has another shape or comes twice"
             )
-        yield from stored_parts(name, tensor, config, export)
+        for stored, part in stored_parts(name, tensor, config, export):
+            yield stored, part.cpu()
     if expected:
         raise ValueError(f"checkpoint: tensors missing: {listed(sorted(expected))}")
     if config.carried_tower is not None and not built:

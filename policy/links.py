@@ -98,9 +98,23 @@ class SharedBucket:
     handles: tuple[Any, ...]
 
     def open(self, reader: int) -> Bucket:
-        """The bucket where it lies, for one of the readers, once."""
+        """The bucket where it lies, for one of the readers, once. RunFailed where the memory cannot
+        be reached."""
         rebuild, arguments = self.handles[reader]
-        return Bucket(self.first, self.count, rebuild(*arguments))
+        with _reaching("opened"):
+            return Bucket(self.first, self.count, rebuild(*arguments))
+
+
+@contextmanager
+def _reaching(how: str) -> Iterator[None]:
+    """Around memory of a GPU that two processes are to reach."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RunFailed(
+            f"weight sync: memory of the GPU cannot be {how} ({last_line(error)}); set "
+            "sync.transport=objects"
+        ) from error
 
 
 class Sharing:
@@ -113,7 +127,8 @@ class Sharing:
     def give(self, bucket: Bucket) -> SharedBucket:
         """Share a bucket until `release`."""
         self._held.append(bucket.payload)
-        handles = tuple(reduce_tensor(bucket.payload) for _ in range(self._readers))
+        with _reaching("shared"):
+            handles = tuple(reduce_tensor(bucket.payload) for _ in range(self._readers))
         return SharedBucket(bucket.first, bucket.count, handles)
 
     def release(self) -> None:

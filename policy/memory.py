@@ -1,4 +1,4 @@
-"""What did not fit into a GPU's memory, in words."""
+"""What did not fit into a GPU's memory, in words; and what others may have of it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from torch import nn
 
 _PACKAGE = __name__.split(".")[0]
 _SIZE = re.compile(r"Tried to allocate ([\d.]+ \w+)")
+
+
+def free_cached(share: float) -> None:
+    """Give back what torch keeps for later, on a GPU of which this process has a ``share`` alone:
+    no other process can take it."""
+    if 0 < share < 1:
+        torch.cuda.empty_cache()
 
 
 def lack(error: torch.OutOfMemoryError, policy: nn.Module | None = None) -> str:

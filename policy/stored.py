@@ -54,7 +54,7 @@ def file_names(name: str, shape: Iterable[int]) -> list[str]:
 def stored_parts(
     name: str, tensor: Tensor, config: PolicyConfig, export: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in files that hold ``tensor``, on the CPU; they may share its memory.
+    """The tensors in files that hold ``tensor``, where it is; they may share its memory.
 
     With ``export`` experts are encoded. UserError for one that is not finite.
     """
@@ -64,11 +64,11 @@ def stored_parts(
         for stored, part in zip(names, tensor, strict=True):
             check_finite(stored, part, torch.float32 if export else part.dtype)
             if not export:
-                yield stored, part.cpu().contiguous()
+                yield stored, part.contiguous()
                 continue
             packed, scale = mxfp4_encode(part)
-            yield stored + _PACKED, packed.cpu()
-            yield stored + _SCALE, scale.cpu()
+            yield stored + _PACKED, packed
+            yield stored + _SCALE, scale
         return
     threshold = name.endswith(_THRESHOLD)
     check_finite(names[0], tensor, torch.float32 if threshold else tensor.dtype)
@@ -78,7 +78,7 @@ def stored_parts(
         shape = _a_log_shape(config, len(tensor))
         padding = tensor.new_zeros(torch.Size(shape).numel() - len(tensor))
         tensor = torch.cat([tensor, padding]).view(shape)
-    yield names[0], tensor.cpu().contiguous()
+    yield names[0], tensor.contiguous()
 
 
 def file_notes(config: PolicyConfig) -> dict[str, str]:

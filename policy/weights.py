@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.digest import digests, lanes, texts
+from ..kernels.digest import ALIGNED, copied_lanes, digests, texts
 
 THRESHOLD = ".e_score_correction_bias"  # how names of routing thresholds end
-ALIGNED = 16  # bytes: where tensors of a bucket begin, whatever their dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +228,7 @@ def pack(
     give: Callable[[Bucket], Any],
 ) -> tuple[list[Any], tuple[str, ...]]:
     """Pack tensors, given in manifest order, into buckets of at most ``bucket_bytes`` each, on the
-    device where they are; what ``give`` made of each, and the digests of the packed tensors.
+    device where they are; what ``give`` made of each, and the digests of what was packed.
 
     A tensor larger than a bucket gets one of its own. Raises ValueError naming the tensor where
     order, shape or dtype differ from the manifest, or one is missing.
@@ -241,33 +240,31 @@ def pack(
     while index < len(manifest.specs):
         count = _bucket_length(manifest, index, bucket_bytes)
         specs = manifest.specs[index : index + count]
-        payload = _packed(specs, incoming)
-        found.append(lanes([*views(specs, payload).values()]))
+        payload, own = _packed(specs, incoming)
+        found.append(own)
         given.append(give(Bucket(index, count, payload)))
         index += count
     extra = next(incoming, None)
     if extra is not None:
         raise ValueError(f"weights: {extra[0]} is not in the manifest")
     # The first that waits for the device.
-    return given, tuple(text for some in found for text in texts(some))
+    return given, tuple(texts(torch.cat(found))) if found else ()
 
 
-def _packed(specs: Sequence[TensorSpec], incoming: Iterator[tuple[str, Tensor]]) -> Tensor:
-    """The payload of one bucket."""
+def _packed(
+    specs: Sequence[TensorSpec], incoming: Iterator[tuple[str, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """The payload of one bucket, and the lanes of its tensors' digests."""
     starts, size = layout(specs)
-    payload = torch.empty(0, dtype=torch.uint8)
-    for spec, start in zip(specs, starts, strict=True):
+    tensors: list[Tensor] = []
+    for spec in specs:
         name, tensor = next(incoming, ("", torch.empty(0)))
         if not spec.fits(name, tensor):
             found = f"{name} {tensor.dtype} {list(tensor.shape)}" if name else "the end"
             raise ValueError(f"weights: expected {spec.name} next, found {found}")
-        if start == 0:
-            payload = torch.empty(size, dtype=torch.uint8, device=tensor.device)
-        end, gap = start + spec.nbytes, -spec.nbytes % ALIGNED
-        payload[start:end].view(spec.torch_dtype).view(spec.shape).copy_(tensor.detach())
-        if gap:
-            payload[end : end + gap].zero_()
-    return payload
+        tensors.append(tensor.detach())
+    payload = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+    return payload, copied_lanes(tensors, starts, payload)
 
 
 def read_bucket(manifest: WeightManifest, bucket: Bucket) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from ..configs.schema import AlgorithmConfig, LearnerConfig, SyncConfig, Teacher
 from ..policy.checkpoint import load_checkpoint, save_checkpoint
 from ..policy.config import PolicyConfig
 from ..policy.links import Meeting, Place
+from ..policy.memory import free_cached
 from ..policy.model import Policy
 from ..policy.records import StageRecord
 from ..policy.value import ValueHead
@@ -93,12 +94,15 @@ class LearnerActor:
                 taught = Teachers(teachers[0], copies, teachers[1], temperature)
             self.learner = Learner(policy, self.config, temperature, kept, taught)
         self.publisher = Publisher(self.learner, self.seed, policy.config.vocab_size, ray.put)
+        free_cached(self.config.gpus)
 
     def update(
         self, steps: Sequence[Share], loss: LossFunction, decoupled: bool, critic: Critic | None
     ) -> UpdateResult:
         """Optimizer steps on this rank's shares."""
-        return self.learner.update(steps, loss, decoupled, critic)
+        result = self.learner.update(steps, loss, decoupled, critic)
+        free_cached(self.config.gpus)
+        return result
 
     def evaluate(self, share: Share) -> float:
         """Mean negative log-likelihood over all ranks."""
@@ -124,6 +128,7 @@ class LearnerActor:
 
     def release(self) -> None:
         self.publisher.release()
+        free_cached(self.config.gpus)
 
     def save_policy(self, folder: str, stage: StageRecord) -> None:
         """Write a checkpoint folder."""

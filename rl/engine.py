@@ -114,9 +114,9 @@ class Engine:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         # torch announces renamed collectives at every call of ZeRO 3.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        # Its shared-memory collectives would be compiled on first use, and reduce in an order of
-        # their own.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # None of its own ops: it would look for a compiler of each, and on CPUs compile collectives
+        # that reduce in an order of their own.
+        deepspeed.ops.__dict__["__compatible_ops__"] = {}
         self.policy, self.config = policy, config
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.stage = config.zero_stage
@@ -231,7 +231,8 @@ class Engine:
     def gathered_state(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and persistent buffer in manifest order, whole, on every rank.
 
-        A collective: all ranks must consume it to the end. A tensor is valid until the next one.
+        A collective: all ranks must consume it to the end. Who holds a tensor has its numbers until
+        the next update.
         """
         live = dict(self.policy.named_parameters(remove_duplicate=False))
         live |= dict(self.policy.named_buffers(remove_duplicate=False))

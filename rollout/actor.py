@@ -16,10 +16,12 @@ from ..configs.schema import ChatConfig, EnvConfig, InFlight, RolloutConfig
 from ..envs.registry import make_config
 from ..envs.types import Task
 from ..policy.links import Meeting, Place, Receiver
+from ..policy.memory import free_cached
 from ..policy.weights import Announcement, Publication
 from .calls import EnvCalls
 from .engines import build
 from .episode import run_groups
+from .requests import RequestGenerator
 from .sync import WeightReceiver
 from .types import Group, RolloutStats
 
@@ -78,7 +80,7 @@ class RolloutActor:
     ) -> tuple[list[Group], RolloutStats]:
         """Play a group of episodes per task; greedy groups are for evaluation only."""
         config = replace(self._config, temperature=0.0) if greedy else self._config
-        return run_groups(
+        played = run_groups(
             self._generator,
             tasks,
             group_size,
@@ -89,6 +91,16 @@ class RolloutActor:
             self._visible,
             self._calls,
         )
+        if 0 < self._config.gpus < 1:
+            self._generator.clear()  # states of sequences that have ended
+            free_cached(self._config.gpus)
+        return played
+
+    @ray.method(concurrency_group="sync")
+    def sleep(self) -> None:
+        """Give the engine's memory to the learner; what needs it next takes it back."""
+        assert isinstance(self._generator, RequestGenerator)
+        self._generator.sleep()
 
     @ray.method(concurrency_group="sync")
     def ping(self) -> None:
@@ -142,4 +154,5 @@ class RolloutActor:
         part of the update took."""
         with self._generator.updating(number):
             self._receiver.commit()
+        free_cached(self._config.gpus)
         return self._receiver.seconds

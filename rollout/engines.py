@@ -59,6 +59,7 @@ def build(
         dtype=rollout.vllm.dtype,
         eager=rollout.vllm.eager,
         routed_layers=routed if record_routes else (),
+        sleeps=rollout.vllm.sleep,
     )
     holder = policy_weights(engine, folder, config, rollout.vllm.dtype == "bfloat16")
     generator = RequestGenerator(engine, seed, rollout.keep_states, in_flight)

@@ -112,7 +112,7 @@ class RolloutPool:
         self._playing: list[Part] = []  # what is not collected, in the order of submission
         self.actors: list[Any] = [self._start() for _ in range(rollout.actors)]
         try:
-            self.process_ids: list[int] = _get([a.load.remote() for a in self.actors])
+            self.process_ids = self._load(self.actors)
         except BaseException:
             self.close()
             raise
@@ -150,6 +150,17 @@ class RolloutPool:
         stats = RolloutStats.merge(results[part][1] for part in parts)
         check_errors(groups, stats, self._config.max_error_fraction)
         return groups, stats
+
+    def sleep(self) -> None:
+        """With ``rollout.vllm.sleep``: give the memory of all engines, where nothing plays, to the
+        learner on their GPU, until they play again or take weights over."""
+        if not self._config.vllm.sleep:
+            return
+        try:
+            _get([a.sleep.remote() for a in self.actors])
+        except ActorLost as lost:
+            self._revive(lost, set(), self.version)
+            self.sleep()
 
     def sync(self, learner: Publisher) -> None:
         """Bring every actor to the learner's version, between decode steps of what they play.
@@ -202,6 +213,14 @@ class RolloutPool:
     def _start(self) -> Any:
         return self._actor.remote(self.checkpoint, *self._arguments)
 
+    def _load(self, actors: Sequence[Any]) -> list[int]:
+        """Their process ids, once they are ready. vLLM takes for its own what others take of its
+        GPU while it starts: there one comes after the other."""
+        alone = self._config.engine == "vllm" and 0 < self._config.gpus < 1
+        size = 1 if alone else max(len(actors), 1)
+        parts = [actors[first : first + size] for first in range(0, len(actors), size)]
+        return [number for part in parts for number in _get([a.load.remote() for a in part])]
+
     def _revive(
         self, lost: ActorLost, slots: set[int], version: PolicyVersion | None = None
     ) -> None:
@@ -216,8 +235,8 @@ class RolloutPool:
                 for slot in new:
                     ray.kill(self.actors[slot])
                     self.actors[slot] = self._start()
-                loading = [self.actors[slot].load.remote() for slot in sorted(new)]
-                for slot, process_id in zip(sorted(new), _get(loading), strict=True):
+                found = self._load([self.actors[slot] for slot in sorted(new)])
+                for slot, process_id in zip(sorted(new), found, strict=True):
                     self.process_ids[slot] = process_id
                 self._transport = None  # chosen anew, for where they are now
                 if self._learner is not None:

@@ -79,6 +79,10 @@ class RequestEngine(Protocol):
         """Tokens that are sampled from now on are of this weight version."""
         ...
 
+    def sleep(self) -> None:
+        """Give memory to others until it is needed again; no state is found afterwards."""
+        ...
+
 
 @dataclass(slots=True)
 class _Session:
@@ -145,6 +149,11 @@ class RequestGenerator:
         with self._turns.update(waits, self._running):
             yield
             self.version = number
+
+    def sleep(self) -> None:
+        """Let the engine give its memory to others, until the next step or the next weights."""
+        with self.exclusive():
+            self._engine.sleep()
 
     @property
     def busy(self) -> bool:

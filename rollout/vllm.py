@@ -28,6 +28,9 @@ BATCHED_TOKENS = 8192  # of a prefill step: longer prompts go on from the states
 # Kernels that need packages which its wheel does not bring everywhere. They are for several GPUs,
 # and for sampling from a part of the distribution.
 UNUSED = ("VLLM_KIMI_K3_GEMM_AR", "VLLM_ENABLE_GEMM_RS", "VLLM_USE_FLASHINFER_SAMPLER")
+# vLLM reports what it runs to a public server unless told not to.
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
+WEIGHTS, CACHES = "weights", "kv_cache"  # as vLLM calls what sleeps
 
 
 def check_installed(wanted: str = "rollout.engine=vllm") -> None:
@@ -37,7 +40,8 @@ def check_installed(wanted: str = "rollout.engine=vllm") -> None:
 
 
 def import_vllm() -> Any:
-    """The package; UserError without it."""
+    """The package, which keeps what it runs to itself; UserError without it."""
+    os.environ.update(QUIET)
     for name in UNUSED:
         os.environ.setdefault(name, "0")
     try:
@@ -52,9 +56,9 @@ class VllmEngine:
 
     ``memory`` is the share of the device's memory that weights, states and caches may take,
     ``concurrency`` how many sequences run together. Answers have the routes of ``routed_layers``,
-    the indices of those with experts; by itself none. UserError without vLLM, and where it keeps no
-    routes; RunFailed if it does not start. vLLM for CPUs hides packed matrices: of those log-probs
-    alone tell what is served.
+    the indices of those with experts; by itself none. One that ``sleeps`` can give its memory to
+    others for a while. UserError without vLLM, and where it keeps no routes; RunFailed if it does
+    not start. vLLM for CPUs hides packed matrices: of those log-probs alone tell what is served.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class VllmEngine:
         dtype: str = "bfloat16",
         eager: bool = False,
         routed_layers: Sequence[int] = (),
+        sleeps: bool = False,
     ) -> None:
         # Weights change between two steps, so that nobody else may make any, nor begin one early.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -77,6 +82,7 @@ class VllmEngine:
         self._manifest = stored_manifest(Path(folder))
         self._ids: dict[int, str] = {}  # the engine's own, of running requests
         self._scored = 0
+        self._asleep: frozenset[str] = frozenset()
         self._sizes = (
             f"rollout.vllm.memory={memory:g}, rollout.concurrency={concurrency} and context={limit}"
         )
@@ -100,6 +106,7 @@ class VllmEngine:
             gpu_memory_utilization=memory,
             enable_prefix_caching=caching,
             enable_return_routed_experts=bool(routed_layers),
+            enable_sleep_mode=sleeps,
             async_scheduling=False,
             logprobs_mode="processed_logprobs",  # at the temperature of sampling
             disable_log_stats=True,
@@ -133,6 +140,7 @@ class VllmEngine:
         self._ids[request.session] = self._engine.add_request(name, prompt, params)
 
     def step(self) -> tuple[list[int], list[Answer]]:
+        self._wake(WEIGHTS, CACHES)
         with one_line("a step", self._sizes):
             outputs = self._engine.step()
         layers = self._routed_layers
@@ -155,6 +163,14 @@ class VllmEngine:
     def set_version(self, number: int) -> None:
         self._engine.set_weight_version(str(number))
 
+    def sleep(self) -> None:
+        """As in `RequestEngine`: weights go to the host, so that they are there again whatever
+        happens meanwhile; caches, and with them all states, are thrown away."""
+        if WEIGHTS not in self._asleep:
+            with one_line("falling asleep", self._sizes):
+                self._engine.sleep(level=1, mode="keep")
+            self._asleep = frozenset((WEIGHTS, CACHES))
+
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """As in `WeightEngine`. vLLM by itself serves what it had where a tensor is missing.
 
@@ -163,15 +179,18 @@ class VllmEngine:
         difference = self._manifest.difference(WeightManifest.of(weights).narrowed(self._manifest))
         if difference is not None:
             raise RunFailed(f"weight sync refused: {difference}")
+        self._wake(WEIGHTS)
         with one_line("loading weights", self._sizes):
             self._proof.load(self._loader(weights))
 
     def difference(self, weights: Mapping[str, torch.Tensor]) -> str | None:
+        self._wake(WEIGHTS)
         with one_line("comparing weights", self._sizes):
             return self._proof.difference(self._loader(weights))
 
     def score(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
         """As in `WeightEngine`, through prefill. RunFailed where the caches have no room."""
+        self._wake(WEIGHTS, CACHES)
         self._scored += 1
         ids = [int(token) for token in token_ids]
         params = self._vllm.SamplingParams(
@@ -197,6 +216,20 @@ class VllmEngine:
                 raise
         entries = zip(outputs[0].prompt_logprobs[1:], ids[1:], strict=True)
         return np.array([entry[token].logprob for entry, token in entries], np.float32)
+
+    def _wake(self, *parts: str) -> None:
+        """Have these in memory again: weights as they were, caches with nothing in them."""
+        parts = tuple(part for part in parts if part in self._asleep)
+        if not parts:
+            return
+        try:
+            self._engine.wake_up(list(parts))
+        except RuntimeError as error:
+            raise RunFailed(
+                f"vllm: no room to wake up in ({last_line(error)}); lower rollout.vllm.memory, or "
+                f"what the learner has of the GPU ({self._sizes})"
+            ) from error
+        self._asleep = self._asleep.difference(parts)
 
     def _loader(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         def run() -> None:

@@ -6,9 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from .naive import naive_lanes
+from .naive import ALIGNED, naive_copied_lanes, naive_lanes
 
-__all__ = ["digests", "lanes", "naive_lanes", "texts"]
+__all__ = [
+    "ALIGNED",
+    "copied_lanes",
+    "digests",
+    "lanes",
+    "naive_copied_lanes",
+    "naive_lanes",
+    "texts",
+]
 
 
 def lanes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -28,6 +36,24 @@ def lanes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
         return lanes_fused(tensors)
     return naive_lanes(tensors)
+
+
+def copied_lanes(
+    tensors: Sequence[torch.Tensor], starts: Sequence[int], payload: torch.Tensor
+) -> torch.Tensor:
+    """`lanes` of tensors, whose bytes are copied in the same pass to ``payload``, uint8 [N] on
+    their device: each to its start, in memory a multiple of 16, with zeros behind it up to the next
+    one. ValueError for several devices, and for starts that are no such multiples."""
+    devices = {payload.device, *(tensor.device for tensor in tensors)}
+    if len(devices) > 1:
+        raise ValueError(f"tensors must be on one device, got {sorted(map(str, devices))}")
+    if any((payload.data_ptr() + start) % ALIGNED for start in starts):
+        raise ValueError(f"starts must be multiples of {ALIGNED} in memory, got {[*starts]}")
+    if payload.is_cuda:
+        from .fused import copied_lanes_fused
+
+        return copied_lanes_fused(tensors, starts, payload)
+    return naive_copied_lanes(tensors, starts, payload)
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[str]:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+ALIGNED = 16  # bytes: where copies begin
 CHUNK = 1 << 14  # words that stay in the cache of a core
 # Of each lane: what a place adds, and two bijections of 64 bits as shift, factor, shift, factor,
 # shift: splitmix64 (Steele, Lea and Flood 2014) and the finaliser of MurmurHash3 (Appleby 2011).
@@ -37,6 +38,20 @@ def naive_lanes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for (number, *_), pair in zip(parts, sums, strict=True):
         out[number] += pair
     return torch.from_numpy(out.view(np.int64))
+
+
+def naive_copied_lanes(
+    tensors: Sequence[torch.Tensor], starts: Sequence[int], payload: torch.Tensor
+) -> torch.Tensor:
+    """As `farhorizon.kernels.digest.copied_lanes`, for tensors of a CPU."""
+    copies: list[torch.Tensor] = []
+    for tensor, start in zip(tensors, starts, strict=True):
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        end = start + len(data)
+        payload[start:end] = data
+        payload[end : end + -len(data) % ALIGNED] = 0
+        copies.append(payload[start:end])
+    return naive_lanes(copies)
 
 
 def _parts(tensor: torch.Tensor) -> list[tuple[np.ndarray, int]]:

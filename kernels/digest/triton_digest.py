@@ -1,4 +1,5 @@
-"""The digest in Triton: a chunk of one tensor at a time, whose sums are added up in any order."""
+"""The digest in Triton: a chunk of one tensor at a time, whose sums are added up in any order, and
+which is copied on the way."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ def mixed(x, MIXER: tl.constexpr):
 
 @triton.jit
 def digest_kernel(
-    tensors,
-    owners,
+    plan,
+    count,
     out,
+    COPY: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
@@ -26,16 +28,20 @@ def digest_kernel(
     SECOND: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """``tensors`` int64 [N, 3]: address, bytes, number of the first chunk; ``owners`` int32 of each
-    chunk; ``out`` int64 [N, 2], zeros. Grid (chunks), of ``CHUNK`` words each.
+    """``plan`` int64: of each of ``count`` tensors its address, bytes, the number of its first
+    chunk and where a ``COPY`` goes, a multiple of 16; then the tensor of each chunk. ``out`` int64
+    [count, 2], zeros. Grid (chunks), of ``CHUNK`` words each, an even number.
 
-    Words are read from the multiples of 8 around them, which lie in the same page.
+    Words are read from the multiples of 8 around them, which lie in the same page. Copies end in
+    zeros, up to the next multiple of 16.
     """
     chunk = tl.program_id(0).to(tl.int64)
-    owner = tl.load(owners + chunk).to(tl.int64)
-    address = tl.load(tensors + 3 * owner)
-    size = tl.load(tensors + 3 * owner + 1)
-    start = (chunk - tl.load(tensors + 3 * owner + 2)) * CHUNK
+    owner = tl.load(plan + 4 * count + chunk)
+    address = tl.load(plan + 4 * owner)
+    size = tl.load(plan + 4 * owner + 1)
+    start = (chunk - tl.load(plan + 4 * owner + 2)) * CHUNK
+    to = tl.load(plan + 4 * owner + 3).to(tl.pointer_type(tl.uint64))
+    room = (size + 15) // 16 * 2  # words of a copy
     late = address % 8  # bytes of the first of those multiples that are not ours
     low, high = (8 * late).to(tl.uint64), (64 - 8 * late).to(tl.uint64)
     words = (address - late).to(tl.pointer_type(tl.uint64))
@@ -51,6 +57,8 @@ def digest_kernel(
         x = tl.where(late > 0, (x >> low) | (rest << (high % 64)), x)
         unused = (8 * (8 - tl.minimum(tl.maximum(left, 1), 8))).to(tl.uint64)
         x = (x << unused) >> unused
+        if COPY:
+            tl.store(to + word, x, mask=word < room)
         place = (word + 1).to(tl.uint64)
         one = x + place * tl.full([1], STEPS[0], tl.uint64)
         other = x + place * tl.full([1], STEPS[1], tl.uint64)

@@ -16,10 +16,12 @@ if not GPU:
 import triton.experimental.gluon  # noqa: E402, F401  # in the same mode: launches look into it
 
 from farhorizon.kernels.digest import (  # noqa: E402
+    copied_lanes,
     digests,
     fused,
     lanes,
     naive,
+    naive_copied_lanes,
     naive_lanes,
     texts,
 )
@@ -168,6 +170,51 @@ def test_order_of_what_is_added_does_not_count(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(fused, "CHUNK", chunk)
         found.update(texts(fused.lanes_fused([x.to(DEVICE)])))
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("late", [0, 1, 4, 7])
+def test_what_is_copied_on_the_way_has_its_bytes(late: int) -> None:
+    """Of every length and start; zeros behind each, and nothing else is touched."""
+    data = random_bytes(700)
+    parts = [data[late : late + n] for n in (*range(18), 39, 40, 41, 127, 128, 129, 300)]
+    sizes = [-(-len(part) // 16) * 16 + 32 for part in parts]
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    expected = torch.full((sum(sizes),), 0xAB, dtype=torch.uint8)
+    untouched = expected.clone()
+    for part, start in zip(parts, starts, strict=True):
+        expected[start : start - len(part) // -16 * 16] = 0
+        expected[start : start + len(part)] = part
+    payload = untouched.clone()
+    assert torch.equal(naive_copied_lanes(parts, starts, payload), naive_lanes(parts))
+    assert torch.equal(payload, expected)
+    given, payload = data.to(DEVICE), untouched.to(DEVICE)
+    parts = [given[late : late + len(part)] for part in parts]
+    found = fused.copied_lanes_fused(parts, starts, payload)
+    assert torch.equal(found, fused.lanes_fused(parts))
+    assert torch.equal(payload.cpu(), expected)
+
+
+def test_copies_of_any_dtype_and_layout() -> None:
+    turned, single = torch.randn(6, 10).T, torch.tensor(2.5)
+    tensors = [turned, turned.bfloat16(), single, torch.zeros(0, 4), turned > 0]
+    own = torch.zeros(512, dtype=torch.uint8)
+    found = copied_lanes(tensors, [0, 240, 368, 384, 384], own)
+    assert texts(found) == digests(tensors)
+    assert torch.equal(own[:240].view(torch.float32).view(10, 6), turned)
+    assert torch.equal(own[384:444].view(torch.bool).view(10, 6), turned > 0)
+    given, payload = [t.to(DEVICE) for t in tensors], torch.zeros_like(own).to(DEVICE)
+    again = fused.copied_lanes_fused(given, [0, 240, 368, 384, 384], payload)
+    assert torch.equal(again.cpu(), found) and torch.equal(payload.cpu(), own)
+
+
+def test_copies_begin_where_words_do() -> None:
+    room = torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"multiples of 16 in memory, got \[0, 24\]"):
+        copied_lanes([torch.zeros(2), torch.zeros(2)], [0, 24], room)
+    with pytest.raises(ValueError, match=r"multiples of 16 in memory, got \[0\]"):
+        copied_lanes([torch.zeros(2)], [0], room[4:])
+    with pytest.raises(ValueError, match=r"one device, got \['cpu', 'meta'\]"):
+        copied_lanes([torch.zeros(2, device="meta")], [0], room)
 
 
 def test_tensors_of_several_devices() -> None:

@@ -22,6 +22,7 @@ from farhorizon.configs.schema import (
     Stage,
     StageConfig,
     TrainConfig,
+    VllmConfig,
 )
 from farhorizon.envs.types import StopReason
 from farhorizon.launch import checkpoints
@@ -164,6 +165,11 @@ def test_a_checkpoint_of_a_run_has_its_settings(checkpoint: Path, tmp_path: Path
     (tmp_path / "run" / "config.yaml").write_text(dump_config(edited))
     expected = EvalConfig(env=env, seed=7, context=32, rollout=rollout)
     assert evaluation_defaults(folder, []) == expected
+    # of a run that shared its GPU: here no learner wants the memory
+    asleep = replace(config, rollout=replace(rollout, vllm=VllmConfig(memory=0.3, sleep=True)))
+    (folder / "run.json").write_text(json.dumps({"config": dump_config(asleep)}))
+    found = evaluation_defaults(folder, []).rollout
+    assert found == replace(rollout, vllm=VllmConfig(memory=0.3))
 
 
 def test_evaluation_of_a_stage(stages: Path, ray_local: None) -> None:
@@ -199,6 +205,11 @@ def test_a_file_that_cannot_be_written_is_told_first(
 def test_settings_without_effect_are_told(checkpoint: Path) -> None:
     with pytest.raises(UserError, match=r"^rollout\.keep_states=1 would have no effect: an eval"):
         evaluate(str(checkpoint), ["env.id=echo-v0", "rollout.keep_states=1"])
+    asleep = ["env.id=echo-v0", "rollout.engine=vllm", "rollout.vllm.sleep=true"]
+    with pytest.raises(
+        UserError, match=r"^rollout\.vllm\.sleep=true would have no effect: an eval"
+    ):
+        evaluate(str(checkpoint), asleep)
 
 
 def test_figures_are_shown_before_they_are_written(

@@ -42,6 +42,10 @@ class Pool:
         self.failing, self.collected, self.synced = failing, 0, 0
         self.checkpoint, self.restarted = "", 0
         self.times: dict[str, float] = {}
+        self.slept: list[tuple[int, int, int]] = []  # batches submitted, collected, and syncs
+
+    def sleep(self) -> None:
+        self.slept.append((len(self.submitted), self.collected, self.synced))
 
     def submit(self, tasks: Sequence[Task], group_size: int) -> list[str]:
         self.submitted.append(tasks[0].id)
@@ -139,6 +143,18 @@ def test_no_batch_is_played_that_no_step_needs(start: Start, ahead: int) -> None
     pool = Pool()
     train._loop(start(pool, max_staleness=ahead))
     assert pool.submitted == [f"echo-v0/train/{index}" for index in (0, 2, 4)]
+
+
+def test_engines_sleep_before_each_update_and_after_all_that_is_played(start: Start) -> None:
+    """Steps of 2, 3 and 1 rounds; the second one has no sync."""
+    pool = Uneven([1, 2, 0, 0, 1, 2, 0])
+    job = start(pool, algorithm=AlgorithmConfig(name="dapo", extra_rounds=2))
+    learner: Any = job.learner
+    learner.skips = [2]
+    advantages = make_algorithm(AlgorithmConfig()).advantages
+    learner.teaching = lambda groups: len(samples_of_groups(groups, advantages)[0])
+    train._loop(job)
+    assert pool.slept == [(2, 2, 0), (5, 5, 1), (6, 6, 1)] and pool.synced == 2
 
 
 class Uneven(Pool):

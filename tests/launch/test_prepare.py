@@ -198,6 +198,19 @@ def test_settings_of_parts_that_the_policy_lacks(
             ["sync.canary_tokens=8"],
             r"^rollout\.engine=vllm computes in fp32 on a CPU: set rollout\.vllm\.dtype=float32",
         ),
+        *(
+            (["sync.canary_tokens=8", "rollout.vllm.sleep=true", *shares.split()], named)
+            for shares, named in (
+                ("", "learner.gpus=0 and rollout.gpus=0: set a share"),
+                ("learner.gpus=1 rollout.gpus=1", "learner.gpus=1 and rollout.gpus=1: set"),
+                ("learner.gpus=0.5", "learner.gpus=0.5 and rollout.gpus=0: set a"),
+                ("rollout.gpus=0.5", "learner.gpus=0 and rollout.gpus=0.5: set a"),
+                (
+                    "learner.gpus=0.5 rollout.gpus=0.5 max_staleness=1",
+                    r"sleep=true does not go with max_staleness=1, with which episodes are played",
+                ),
+            )
+        ),
     ],
 )
 def test_what_vllm_does_not_go_with(

@@ -39,15 +39,19 @@ def state(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=drawn) for name, shape in SHAPES.items()}
 
 
-def logprobs(weights: Mapping[str, Tensor], temperature: float) -> np.ndarray:
-    """What a policy of these weights says of `IDS`."""
-    ids = torch.from_numpy(IDS)
+def logits(weights: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+    """What a policy of these weights says behind each of the ids."""
     x = weights["embed.weight"][ids]
     q, k, v = (x @ weights[f"{name}_proj.weight"].T for name in "qkv")
     x = q * torch.sigmoid(k) + v + weights[BIAS].mean()
-    logits = x @ weights["lm_head.weight"].T / temperature
-    found = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
-    return found.numpy()
+    return x @ weights["lm_head.weight"].T
+
+
+def logprobs(weights: Mapping[str, Tensor], temperature: float) -> np.ndarray:
+    """What a policy of these weights says of `IDS`."""
+    ids = torch.from_numpy(IDS)
+    found = (logits(weights, ids) / temperature).log_softmax(-1)
+    return found[torch.arange(len(ids) - 1), ids[1:]].numpy()
 
 
 def publish(weights: Mapping[str, Tensor], number: int, tolerance: float = 1e-4) -> Publication:

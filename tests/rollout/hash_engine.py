@@ -64,6 +64,9 @@ class HashEngine:
     def set_version(self, number: int) -> None:
         self.number = number
 
+    def sleep(self) -> None:
+        self._known.clear()
+
 
 def _common(left: Sequence[int], right: Sequence[int]):
     for a, b in zip(left, right, strict=False):
