@@ -182,4 +182,5 @@ def test_mixtures_over_depth_are_theirs(sources: int, eps: float, dtype: torch.d
     gradients = torch.autograd.grad(wanted, given, upstream)
     ours_ = torch.autograd.grad(mix(values, query, norm, eps), given, upstream)
     for one, other in zip(ours_, gradients, strict=True):
-        assert error(one, other) < 1e-5
+        # Of a source with a share of 1e-9 little is left of terms that cancel in fp32.
+        assert error(one, other) < 5e-5
