@@ -33,6 +33,7 @@ class VllmConfig:
     memory: float = 0.9  # share of the GPU's memory for its weights, states and caches
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # its weights and what it computes in
     eager: bool = False  # without CUDA graphs: starts sooner, decodes more slowly
+    tensor_parallel: int = 1  # of rollout: GPUs that hold one copy of the weights together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class RolloutConfig:
     vllm: VllmConfig = field(default_factory=VllmConfig)
     actors: int = 1
     threads: int = 1  # torch threads per actor; 0 keeps torch's default
-    gpus: float = 0.0  # share of a GPU that each actor reserves; 0 stays on the CPU
+    gpus: float = 0.0  # each actor reserves: a share of one, or vllm.tensor_parallel; 0 is the CPU
     concurrency: int = 64  # sequences decoded together by one actor
     temperature: float = 1.0
     max_turn_tokens: int = 16

@@ -24,6 +24,7 @@ from ..policy.value import VALUE_FILE
 from ..rollout.vllm import UNUSED, check_installed
 from .prepare import find_checkpoint
 from .serve_chat import MODE
+from .together import check_unused
 
 # vLLM reports what it serves to a public server unless told not to; nothing is downloaded either.
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
@@ -49,6 +50,7 @@ def serve(path: str, config: ServeConfig) -> int:
     UserError for what vLLM cannot serve, before anything starts.
     """
     check_bounds(config)
+    check_unused("vllm", config.vllm, ["tensor_parallel"], "a server has its own, tensor_parallel")
     command = server_command(path, config)
     if config.dry_run:
         print(command)
