@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from farhorizon.rollout.engines import build
 from farhorizon.rollout.memory import one_line
 from farhorizon.rollout.shelf import Shelf
 from farhorizon.rollout.sync import WeightReceiver
+from farhorizon.rollout.vllm import VllmEngine
 from farhorizon.rollout.vllm_workers import (
     ENDING,
     EXTENSION,
@@ -219,6 +221,32 @@ def test_what_fails_with_a_worker_is_not_told_before_the_end(
     processes.is_failed = True
     workers.heed_loss()
     assert waited == [ENDING]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_vllm_is_told_of_several_gpus_alone(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    told: dict[str, Any] = {}
+    executor = Processes(0)
+    core = SimpleNamespace(scheduler=None, model_executor=executor)
+    worker = SimpleNamespace(get_model=lambda: torch.nn.Module())
+    engine = SimpleNamespace(
+        engine_core=SimpleNamespace(engine_core=core), collective_rpc=lambda call: [call(worker)]
+    )
+
+    def start(arguments: dict[str, Any]) -> SimpleNamespace:
+        told.update(arguments, interface=os.environ.get("NCCL_SOCKET_IFNAME"))
+        return engine
+
+    fake = SimpleNamespace(EngineArgs=dict, LLMEngine=SimpleNamespace(from_engine_args=start))
+    monkeypatch.setattr("farhorizon.rollout.vllm.import_vllm", lambda: fake)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    VllmEngine(tiny_checkpoint, 64, tensor_parallel=size)
+    names = ("tensor_parallel_size", "distributed_executor_backend", "worker_extension_cls")
+    own = [told.get(name) for name in (*names, "interface")]
+    assert own == ([2, "mp", EXTENSION, loopback_interface()] if size > 1 else [None] * 4)
+    assert (executor.failed is None) == (size == 1)
 
 
 def test_vllm_finds_the_extension_by_its_name() -> None:
