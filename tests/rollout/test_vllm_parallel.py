@@ -62,6 +62,25 @@ def test_two_workers_serve_a_dense_policy_together(tmp_path: Path) -> None:
     assert out["alone"] == out["group"][1]  # company changes no sample
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: bash launch/vllm-env.sh")
+def test_an_actor_whose_worker_is_killed_plays_again(tiny_checkpoint: Path) -> None:
+    """The same samples, as one process gives them; nothing of the old engine is left."""
+    done = subprocess.run(
+        [PYTHON, Path(__file__).with_name("vllm_actor_worker.py"), tiny_checkpoint],
+        env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    out = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+    assert (out["workers"], out["restarted"], out["left"]) == (2, 1, [])
+    assert "starts again, 1 of 2 restarts" in out["told"][0]
+    assert out["again"] == out["two"] == out["one"] and len(out["one"]) == 8
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 def test_two_gpus_serve_a_policy_of_ours_together(tmp_path: Path) -> None:
