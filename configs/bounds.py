@@ -46,11 +46,10 @@ _SEED = _Range(0, 2**32 - 1)  # all that numpy.random.seed takes, and with it TR
 
 # A dotted key narrows, for one command, what the component itself allows.
 _TABLE: dict[type, dict[str, _Range]] = {
-    schema.VllmConfig: {"memory": _Range(0, 1, open=True)},
+    schema.VllmConfig: {"memory": _Range(0, 1, open=True), "tensor_parallel": _ONE},
     schema.RolloutConfig: {
         "actors": _ONE,
         "threads": _THREADS,
-        "gpus": _SHARE,
         "concurrency": _ONE,
         "temperature": _ANY,
         "max_turn_tokens": _ONE,
@@ -231,6 +230,8 @@ def check_bounds(config: Any) -> None:
         if isinstance(part, schema.LearnerConfig):
             _check_decay(prefix, part)
             _check_experts(prefix, part)
+        if isinstance(part, schema.RolloutConfig):
+            _check_gpus(prefix, part)
     if (
         isinstance(config, schema.TrainConfig)
         and config.learner.dtype != "float32"
@@ -293,6 +294,20 @@ def _check_shared_gpu(prefix: str, part: schema.LearnerConfig | schema.SftConfig
         raise UserError(
             f"{prefix}gpus={part.gpus:g}: several ranks cannot share a GPU; "
             f"set {prefix}gpus=1, or {prefix}ranks=1"
+        )
+
+
+def _check_gpus(prefix: str, part: schema.RolloutConfig) -> None:
+    """An actor has a share of a GPU, or all those that its engine is divided over."""
+    size, gpus = part.vllm.tensor_parallel, part.gpus
+    if size > 1 and gpus != size:
+        raise UserError(
+            f"{prefix}vllm.tensor_parallel={size} needs as many GPUs for each actor, and "
+            f"{prefix}gpus={gpus:g}: set {prefix}gpus={size}"
+        )
+    if size == 1 and gpus not in _SHARE:
+        raise UserError(
+            f"{prefix}gpus={gpus} must be {_SHARE}, or as many as {prefix}vllm.tensor_parallel"
         )
 
 

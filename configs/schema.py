@@ -34,6 +34,7 @@ class VllmConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # its weights and what it computes in
     eager: bool = False  # without CUDA graphs: starts sooner, decodes more slowly
     sleep: bool = False  # of train: memory is the learner's while it learns on the same GPU
+    tensor_parallel: int = 1  # of rollout: GPUs that hold one copy of the weights together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class RolloutConfig:
     vllm: VllmConfig = field(default_factory=VllmConfig)
     actors: int = 1
     threads: int = 1  # torch threads per actor; 0 keeps torch's default
-    gpus: float = 0.0  # share of a GPU that each actor reserves; 0 stays on the CPU
+    gpus: float = 0.0  # each actor reserves: a share of one, or vllm.tensor_parallel; 0 is the CPU
     dtype: Literal["float32", "bfloat16"] | None = None  # native; None: bfloat16 on a GPU
     concurrency: int = 64  # sequences decoded together by one actor
     temperature: float = 1.0

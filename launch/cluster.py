@@ -72,7 +72,8 @@ def check_gpus(
     shares: list[float] = []
     if rollout is not None and rollout.gpus > 0:
         parts.append(f"rollout.actors={rollout.actors} with rollout.gpus={rollout.gpus:g}")
-        shares += [rollout.gpus] * rollout.actors
+        whole = int(rollout.gpus) or 1  # above 1 the share is a number of whole ones
+        shares += [rollout.gpus / whole] * whole * rollout.actors
     if learner is not None and learner.gpus > 0:
         parts.append(f"learner.ranks={learner.ranks} with learner.gpus={learner.gpus:g}")
         shares += [learner.gpus] * learner.ranks
@@ -87,9 +88,23 @@ def check_gpus(
             f"{' and '.join(parts)} {'needs' if len(parts) == 1 else 'need'} {needed} GPUs, "
             f"there are {there}; lower them, or set gpus to 0 for the CPU"
         )
+    if rollout is not None and rollout.gpus > 1:
+        _check_machines(int(rollout.gpus), rollout.actors)
     free = int(ray.available_resources().get("GPU", 0))
     if needed > free:
         print(f"waiting for GPUs: {needed} needed, {free} of {there} free", flush=True)
+
+
+def _check_machines(size: int, actors: int) -> None:
+    """UserError if the machines of the cluster have no ``size`` GPUs for each actor, who is on one
+    of them."""
+    machines = [int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]]
+    found = sum(gpus // size for gpus in machines)
+    if found < actors:
+        raise UserError(
+            f"rollout.vllm.tensor_parallel={size} needs {size} GPUs of one machine for each of "
+            f"rollout.actors={actors}, and there is room for {found}; lower one of them"
+        )
 
 
 def gpus_needed(shares: Sequence[float]) -> int:

@@ -48,6 +48,7 @@ def serve(path: str, config: ServeConfig) -> int:
     """
     check_bounds(config)
     check_unused("vllm", config.vllm, ["sleep"], "no learner shares the GPU of a server")
+    check_unused("vllm", config.vllm, ["tensor_parallel"], "a server has its own, tensor_parallel")
     command = server_command(path, config)
     if config.dry_run:
         print(command)

@@ -169,6 +169,11 @@ def _check_transport(config: TrainConfig) -> None:
         )
     if wanted != "ipc":
         return
+    if rollout.vllm.tensor_parallel > 1:
+        raise UserError(
+            "sync.transport=ipc needs learner and rollout on one GPU, and rollout.vllm."
+            f"tensor_parallel={rollout.vllm.tensor_parallel} has more: set sync.transport=auto"
+        )
     used = learner.gpus * learner.ranks + rollout.gpus * rollout.actors
     if not all(shares) or used > 1 + 1e-9:
         raise UserError(

@@ -367,8 +367,7 @@ def _nccl(store: Any, rank: int, meeting: Meeting, timeout: timedelta) -> Any:
     before = os.environ.get(name)
     os.environ[name] = "0"
     if meeting.host == LOOPBACK:
-        loopback = next(n for _, n in socket.if_nameindex() if n.startswith("lo"))
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback_interface())
     try:
         options = made.Options()
         options._timeout = 2 * timeout
@@ -378,6 +377,11 @@ def _nccl(store: Any, rank: int, meeting: Meeting, timeout: timedelta) -> Any:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def loopback_interface() -> str:
+    """The name of the network interface that only this machine reaches."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def _own_address(meeting: Meeting) -> str:

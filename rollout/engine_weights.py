@@ -15,7 +15,7 @@ from ..configs.errors import RunFailed, UserError
 from ..policy import Policy, PolicyConfig
 from ..policy.shards import Shards, read_bits, stored_manifest
 from ..policy.stored import stored_parts
-from ..policy.weights import Publication, WeightManifest, layout, views
+from ..policy.weights import Bucket, Publication, WeightManifest, layout, views
 
 Stored = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -23,6 +23,10 @@ Stored = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 class WeightEngine(Protocol):
     """What loads weights between two steps, and says what it serves. Tensors are named as in the
     checkpoint that it started from."""
+
+    def take(self, bucket: Bucket) -> Bucket:
+        """As in `Holder`."""
+        ...
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Serve other tensors in the place of all of the checkpoint's. `RunFailed` where they are
@@ -66,6 +70,9 @@ class EngineWeights:
     @property
     def manifest(self) -> WeightManifest:
         return self._manifest
+
+    def take(self, bucket: Bucket) -> Bucket:
+        return self._engine.take(bucket)
 
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
         device = next((t.device for t in weights.values() if t.is_cuda), None)

@@ -10,6 +10,7 @@ import torch
 from ..configs.bounds import native_dtype
 from ..configs.errors import UserError
 from ..configs.schema import ChatConfig, InFlight, RolloutConfig
+from ..policy import PolicyConfig
 from ..policy.checkpoint import load_checkpoint
 from ..policy.records import read_config, read_stage
 from ..policy.tokenizer import ChatFormat, chat_of, load_tokenizer
@@ -49,6 +50,7 @@ def build(
         raise UserError("rollout.engine=vllm has no images; use rollout.engine=native")
     folder = Path(checkpoint)
     config = read_config(folder)
+    _check_divided(config, rollout.vllm.tensor_parallel)
     routed = [n for n in range(config.num_hidden_layers) if not config.is_dense(n)]
     spoken = chat_of(load_tokenizer(folder), read_stage(folder), chat)
     engine = VllmEngine(
@@ -58,12 +60,31 @@ def build(
         memory=rollout.vllm.memory,
         dtype=rollout.vllm.dtype,
         eager=rollout.vllm.eager,
+        tensor_parallel=rollout.vllm.tensor_parallel,
         routed_layers=routed if record_routes else (),
         sleeps=rollout.vllm.sleep,
     )
     holder = policy_weights(engine, folder, config, rollout.vllm.dtype == "bfloat16")
     generator = RequestGenerator(engine, seed, rollout.keep_states, in_flight)
     return Built(generator, holder, spoken)
+
+
+def _check_divided(config: PolicyConfig, size: int) -> None:
+    """UserError for a policy that vLLM cannot divide over ``size`` GPUs."""
+    linear = config.linear_attn_config or {}
+    dense = [config.is_dense(n) for n in range(config.num_hidden_layers)]
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "linear_attn_config.num_heads": linear.get("num_heads", 0),
+        "intermediate_size": config.intermediate_size if any(dense) else 0,
+        "moe_intermediate_size": 0 if all(dense) else config.moe_intermediate_size,
+    }
+    odd = [f"{name}={value}" for name, value in sizes.items() if value % size]
+    if odd:
+        raise UserError(
+            f"rollout.vllm.tensor_parallel={size} must divide the policy's {', '.join(odd)}"
+        )
 
 
 def _native(

@@ -30,13 +30,14 @@ def one_line(what: str, sizes: str) -> Iterator[None]:
     settings that say what it needs."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise RunFailed(
-            f"vllm: {what} ran out of memory ({last_line(error)}); lower rollout.vllm.memory, "
-            f"which leaves more for it ({sizes})"
-        ) from None
     except (RunFailed, UserError):
         raise
     except Exception as error:
+        # Of what another process raised vLLM has the text.
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            raise RunFailed(
+                f"vllm: {what} ran out of memory ({last_line(error)}); lower rollout.vllm.memory, "
+                f"which leaves more for it ({sizes})"
+            ) from None
         kind = type(error).__name__
         raise RunFailed(f"vllm: {what} failed with {kind}: {last_line(error)}") from error

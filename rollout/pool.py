@@ -11,6 +11,8 @@ from typing import Any, NoReturn, Protocol
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..configs.errors import RunFailed, UserError, last_line
 from ..configs.schema import ChatConfig, EnvConfig, InFlight, RolloutConfig, SyncConfig
@@ -92,6 +94,7 @@ class RolloutPool:
     ) -> None:
         self.checkpoint = checkpoint  # of the run's, the newest: others may be removed
         self._config, self._tell = rollout, tell
+        self._group = _reserve(rollout)
         threads = {"OMP_NUM_THREADS": str(rollout.threads)} if rollout.threads > 0 else {}
         self._actor: Any = ray.remote(  # type: ignore[call-overload]
             num_cpus=_ACTOR_CPUS,
@@ -110,7 +113,7 @@ class RolloutPool:
         self._meeting: Meeting | None = None
         self.restarted = 0  # actors that were started again
         self._playing: list[Part] = []  # what is not collected, in the order of submission
-        self.actors: list[Any] = [self._start() for _ in range(rollout.actors)]
+        self.actors: list[Any] = [self._start(slot) for slot in range(rollout.actors)]
         try:
             self.process_ids = self._load(self.actors)
         except BaseException:
@@ -210,8 +213,12 @@ class RolloutPool:
             "bytes_per_second": size / max(moving, 1e-9),
         }
 
-    def _start(self) -> Any:
-        return self._actor.remote(self.checkpoint, *self._arguments)
+    def _start(self, slot: int) -> Any:
+        actor = self._actor
+        if self._group is not None:
+            place = PlacementGroupSchedulingStrategy(self._group, slot)
+            actor = actor.options(scheduling_strategy=place)
+        return actor.remote(self.checkpoint, *self._arguments)
 
     def _load(self, actors: Sequence[Any]) -> list[int]:
         """Their process ids, once they are ready. vLLM takes for its own what others take of its
@@ -234,7 +241,7 @@ class RolloutPool:
                 self._count(lost, new)
                 for slot in new:
                     ray.kill(self.actors[slot])
-                    self.actors[slot] = self._start()
+                    self.actors[slot] = self._start(slot)
                 found = self._load([self.actors[slot] for slot in sorted(new)])
                 for slot, process_id in zip(sorted(new), found, strict=True):
                     self.process_ids[slot] = process_id
@@ -277,6 +284,9 @@ class RolloutPool:
         for actor in self.actors:
             ray.kill(actor)
         self.actors = []
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
 
     def _connect(self, learner: Publisher) -> str:
         """Choose how weights travel, by where everybody has landed."""
@@ -309,6 +319,15 @@ class RolloutPool:
             # An actor may miss another before Ray tells of its end.
             _raise(next(filter(None, map(_death, receiving)), error))
         return learner.published(sending), max(ray.get(receiving))
+
+
+def _reserve(rollout: RolloutConfig) -> PlacementGroup | None:
+    """Of actors with several GPUs a bundle for each, which is on one machine and stays theirs while
+    they start again."""
+    if rollout.gpus <= 1:
+        return None
+    bundle = {"CPU": _ACTOR_CPUS, "GPU": rollout.gpus}
+    return placement_group([bundle] * rollout.actors, strategy="SPREAD")
 
 
 def check_errors(groups: Sequence[Group], stats: RolloutStats, limit: float) -> None:

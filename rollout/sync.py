@@ -42,6 +42,10 @@ class Holder(Protocol):
         """The tensors that it takes, as publications name them."""
         ...
 
+    def take(self, bucket: Bucket) -> Bucket:
+        """A bucket that came, where its tensors are wanted: itself, or a copy."""
+        ...
+
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
         """What can be done about the next ``weights`` while those of before are still served."""
         ...
@@ -72,6 +76,9 @@ class PolicyWeights:
     @property
     def manifest(self) -> WeightManifest:
         return WeightManifest.of(self.policy.state_dict())
+
+    def take(self, bucket: Bucket) -> Bucket:
+        return bucket
 
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
         pass
@@ -136,7 +143,7 @@ class WeightReceiver:
         """Take a bucket, whose memory is the receiver's until the end; order does not matter."""
         announced = self._begun()
         try:
-            self._shadow |= read_bucket(announced.manifest, bucket)
+            self._shadow |= read_bucket(announced.manifest, self._holder.take(bucket))
         except ValueError as error:
             raise self._refuse(announced, str(error)) from None
 

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from ..configs.errors import RunFailed, UserError, last_line
 from ..policy import PolicyConfig
 from ..policy.records import CONFIG_FILE, read_json
 from ..policy.shards import stored_manifest
-from ..policy.weights import WeightManifest
+from ..policy.weights import Bucket, WeightManifest
 from .memory import one_line
-from .proof import Proof
 from .requests import Answer, Request
 from .types import FinishReason
+from .vllm_workers import EXTENSION, ServedWeights, Workers, on_loopback
 
 BATCHED_TOKENS = 8192  # of a prefill step: longer prompts go on from the states of the last one
 # Kernels that need packages which its wheel does not bring everywhere. They are for several GPUs,
@@ -52,7 +52,8 @@ def import_vllm() -> Any:
 
 class VllmEngine:
     """`RequestEngine` and `WeightEngine` of vLLM in this process, on the GPU or, in fp32, on the
-    CPU.
+    CPU. With ``tensor_parallel`` above 1 its weights and caches are divided over as many GPUs, each
+    of which has a process of its own.
 
     ``memory`` is the share of the device's memory that weights, states and caches may take,
     ``concurrency`` how many sequences run together. Answers have the routes of ``routed_layers``,
@@ -70,6 +71,7 @@ class VllmEngine:
         memory: float = 0.9,
         dtype: str = "bfloat16",
         eager: bool = False,
+        tensor_parallel: int = 1,
         routed_layers: Sequence[int] = (),
         sleeps: bool = False,
     ) -> None:
@@ -110,16 +112,23 @@ class VllmEngine:
             async_scheduling=False,
             logprobs_mode="processed_logprobs",  # at the temperature of sampling
             disable_log_stats=True,
+            **(_divided(tensor_parallel) if tensor_parallel > 1 else {}),
         )
         try:
-            self._engine: Any = self._vllm.LLMEngine.from_engine_args(arguments)
-        except (ValueError, RuntimeError) as error:
+            with on_loopback() if tensor_parallel > 1 else nullcontext():
+                self._engine: Any = self._vllm.LLMEngine.from_engine_args(arguments)
+        except Exception as error:  # of several processes vLLM raises nothing more precise
             raise RunFailed(
                 f"vllm does not start on {folder}: {last_line(error)} ({self._sizes} are its needs)"
             ) from error
-        self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
-        self._worker: Any = self._engine.collective_rpc(lambda worker: worker)[0]
-        self._proof = Proof(self._worker.get_model())
+        core: Any = self._engine.engine_core.engine_core
+        self._scheduler: Any = core.scheduler
+        self._weights: ServedWeights | Workers
+        if tensor_parallel > 1:
+            self._weights = Workers(core.model_executor, self._sizes)
+        else:
+            self._worker: Any = self._engine.collective_rpc(lambda worker: worker)[0]
+            self._weights = ServedWeights(self._worker)
 
     def add(self, request: Request) -> None:
         kinds = importlib.import_module("vllm.sampling_params").RequestOutputKind
@@ -141,7 +150,7 @@ class VllmEngine:
 
     def step(self) -> tuple[list[int], list[Answer]]:
         self._wake(WEIGHTS, CACHES)
-        with one_line("a step", self._sizes):
+        with self._told("a step"):
             outputs = self._engine.step()
         layers = self._routed_layers
         answers = [read_answer(output, layers) for output in outputs if output.finished]
@@ -167,9 +176,12 @@ class VllmEngine:
         """As in `RequestEngine`: weights go to the host, so that they are there again whatever
         happens meanwhile; caches, and with them all states, are thrown away."""
         if WEIGHTS not in self._asleep:
-            with one_line("falling asleep", self._sizes):
+            with self._told("falling asleep"):
                 self._engine.sleep(level=1, mode="keep")
             self._asleep = frozenset((WEIGHTS, CACHES))
+
+    def take(self, bucket: Bucket) -> Bucket:
+        return self._weights.take(bucket)
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """As in `WeightEngine`. vLLM by itself serves what it had where a tensor is missing.
@@ -180,13 +192,13 @@ class VllmEngine:
         if difference is not None:
             raise RunFailed(f"weight sync refused: {difference}")
         self._wake(WEIGHTS)
-        with one_line("loading weights", self._sizes):
-            self._proof.load(self._loader(weights))
+        with self._told("loading weights"):
+            self._weights.load(weights)
 
     def difference(self, weights: Mapping[str, torch.Tensor]) -> str | None:
         self._wake(WEIGHTS)
-        with one_line("comparing weights", self._sizes):
-            return self._proof.difference(self._loader(weights))
+        with self._told("comparing weights"):
+            return self._weights.difference(weights)
 
     def score(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
         """As in `WeightEngine`, through prefill. RunFailed where the caches have no room."""
@@ -198,7 +210,7 @@ class VllmEngine:
         )
         prompt = {"prompt_token_ids": ids, "cache_salt": f"canary {self._scored}"}
         with (
-            one_line("scoring", self._sizes),
+            self._told("scoring"),
             self._alone() as make_room,
             self._tempered(temperature),
         ):
@@ -231,21 +243,15 @@ class VllmEngine:
             ) from error
         self._asleep = self._asleep.difference(parts)
 
-    def _loader(self, weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        def run() -> None:
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Around what runs in vLLM, as `one_line`."""
+        with one_line(what, self._sizes):
             try:
-                self._worker.reload_weights(weights_iterator=iter(weights.items()))
-            except BaseException:
-                # Layers that wait for the rest of their tensors serve those of before again.
-                config = importlib.import_module("vllm.config")
-                reload = importlib.import_module("vllm.model_executor.model_loader.reload")
-                with config.set_current_vllm_config(self._worker.vllm_config):
-                    reload.finalize_layerwise_reload(
-                        self._worker.get_model(), self._worker.vllm_config.model_config
-                    )
+                yield
+            except Exception:
+                self._weights.heed_loss()
                 raise
-
-        return run
 
     @contextmanager
     def _alone(self) -> Iterator[Callable[[], None]]:
@@ -272,18 +278,22 @@ class VllmEngine:
 
     @contextmanager
     def _tempered(self, temperature: float) -> Iterator[None]:
-        """Logits over ``temperature``: vLLM gives log-probs of prompts at 1."""
-        model = self._worker.get_model()
-        plain = model.compute_logits
-
-        def tempered(*given: Any) -> torch.Tensor:
-            return plain(*given).float() / temperature
-
-        model.compute_logits = tempered
+        """Score prompts at ``temperature`` in the block."""
+        self._weights.temper(temperature)
         try:
             yield
         finally:
-            del model.compute_logits
+            self._weights.temper(None)
+
+
+def _divided(size: int) -> dict[str, Any]:
+    """Arguments of an engine over several GPUs. By itself vLLM would ask Ray for them, which has
+    given them to this actor."""
+    return {
+        "tensor_parallel_size": size,
+        "distributed_executor_backend": "mp",
+        "worker_extension_cls": EXTENSION,
+    }
 
 
 def read_answer(output: Any, routed_layers: Sequence[int] = ()) -> Answer:

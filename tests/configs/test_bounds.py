@@ -52,6 +52,17 @@ def test_defaults_are_within_bounds(schema: type) -> None:
         (TrainConfig, "learner.qk_clip=inf", "learner.qk_clip=inf must be finite and above 0"),
         (TrainConfig, "learner.gpus=2", "learner.gpus=2.0 must be between 0 and 1"),
         (TrainConfig, "rollout.gpus=-0.5", "rollout.gpus=-0.5 must be between 0 and 1"),
+        (
+            TrainConfig,
+            "rollout.gpus=2",
+            "rollout.gpus=2.0 must be between 0 and 1, or as many as rollout.vllm.tensor_parallel",
+        ),
+        (TrainConfig, "rollout.gpus=nan", "rollout.gpus=nan must be between 0 and 1"),
+        (
+            EvalConfig,
+            "rollout.vllm.tensor_parallel=0",
+            "rollout.vllm.tensor_parallel=0 must be at least 1",
+        ),
         (SftConfig, "gpus=1.5", "gpus=1.5 must be between 0 and 1"),
         (
             TrainConfig,
@@ -158,6 +169,19 @@ def test_ranks_do_not_share_a_gpu(schema: type, prefix: str) -> None:
         check_bounds(override_config(config, [f"{prefix}ranks=2"]))
     rollout = ["rollout.gpus=0.5", "rollout.actors=2"]
     check_bounds(load_config(TrainConfig, None, [*BASE[TrainConfig], *rollout]))
+
+
+@pytest.mark.parametrize(("gpus", "fits"), [("4", True), ("0", False), ("1", False), ("8", False)])
+def test_an_engine_over_several_gpus_has_as_many(gpus: str, fits: bool) -> None:
+    given = ["rollout.vllm.tensor_parallel=4", f"rollout.gpus={gpus}"]
+    config = load_config(EvalConfig, None, [*BASE[EvalConfig], *given])
+    if fits:
+        return check_bounds(config)
+    message = (
+        rf"^rollout\.vllm\.tensor_parallel=4 needs .* rollout\.gpus={gpus}: set rollout.gpus=4$"
+    )
+    with pytest.raises(UserError, match=message):
+        check_bounds(config)
 
 
 def test_a_learner_in_16_bits_goes_with_an_engine_in_16_bits() -> None:

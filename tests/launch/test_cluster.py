@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.schema import (
@@ -18,6 +19,7 @@ from farhorizon.configs.schema import (
     Stage,
     StageConfig,
     TrainConfig,
+    VllmConfig,
 )
 from farhorizon.launch.cluster import check_gpus, gpus_needed
 from farhorizon.launch.evaluate import evaluate
@@ -111,6 +113,36 @@ def test_gpus_that_are_not_there_are_told(ray_local: None) -> None:
         r"learner\.gpus=1 need 197 GPUs, there are \d+; lower them, or set gpus to 0",
     ):
         check_gpus(None, RolloutConfig(actors=99, gpus=1), LearnerConfig(ranks=98, gpus=1))
+
+
+def test_gpus_of_one_engine_are_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster of machines with 3, 3, 8 and no GPUs, and one that has left."""
+    gpus = [3, 3, 8, 0]
+    nodes = [{"Alive": True, "Resources": {"GPU": float(n)} if n else {}} for n in gpus]
+    gone = {"Alive": False, "Resources": {"GPU": 8.0}}
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes, gone])
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 14.0})
+    monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": 14.0})
+
+    def check(size: int, actors: int, ranks: int = 0) -> None:
+        vllm = VllmConfig(tensor_parallel=size)
+        rollout = RolloutConfig(actors=actors, gpus=size, vllm=vllm)
+        learner = LearnerConfig(ranks=ranks, gpus=1) if ranks else None
+        check_gpus("auto", rollout, learner)
+
+    for size, actors in ((6, 1), (4, 2), (2, 6)):
+        check(size, actors)
+        with pytest.raises(
+            UserError,
+            match=rf"^rollout\.vllm\.tensor_parallel={size} needs {size} GPUs of one machine for "
+            rf"each of rollout\.actors={actors + 1}, and there is room for {actors}; lower one of",
+        ):
+            check(size, actors + 1)
+    check(2, 6, ranks=2)
+    with pytest.raises(
+        UserError, match=r"gpus=2 and learner\.ranks=3 .* need 15 GPUs, there are 14"
+    ):
+        check(2, 6, ranks=3)
 
 
 def test_every_command_looks_for_its_gpus_first(

@@ -234,6 +234,8 @@ def test_what_vllm_does_not_go_with(
         ("ipc", "gpus=0.5", "gpus=0.6", False),
         ("objects", "gpus=0", "gpus=1", True),
         ("auto", "gpus=0", "gpus=1", True),
+        ("collective", "gpus=1", "gpus=2", True),
+        ("ipc", "gpus=1", "gpus=2", False),
     ],
 )
 def test_a_transport_that_cannot_be_is_one_line(
@@ -247,6 +249,16 @@ def test_a_transport_that_cannot_be_is_one_line(
         UserError, match=rf"^sync\.transport={wanted} needs .*sync\.transport=auto$"
     ):
         check_together(own)
+
+
+def test_ipc_is_not_for_an_engine_over_several_gpus(config: TrainConfig) -> None:
+    """On a cluster, whose machines may have what is not installed here."""
+    given = ["rollout.engine=vllm", "rollout.gpus=2", "rollout.vllm.tensor_parallel=2"]
+    given += ["learner.gpus=1", "ray_address=auto", "sync.canary_tokens=8"]
+    check_together(override_config(config, given))
+    message = r"^sync\.transport=ipc needs .* rollout\.vllm\.tensor_parallel=2 has more: set sync"
+    with pytest.raises(UserError, match=message):
+        check_together(override_config(config, [*given, "sync.transport=ipc"]))
 
 
 @pytest.mark.parametrize(("actors", "fits"), [(3, True), (4, False)])

@@ -107,6 +107,8 @@ def test_a_dry_run_prints_one_line(checkpoint: Path, capsys: pytest.CaptureFixtu
     assert "port=0 must be between 1 and 65535" in capsys.readouterr().err
     assert main(["serve", str(checkpoint), "vllm.sleep=true", "dry_run=true"]) == 2
     assert "vllm.sleep=true would have no effect: no learner shares" in capsys.readouterr().err
+    assert main(["serve", str(checkpoint), "vllm.tensor_parallel=2"]) == 2
+    assert "a server has its own, tensor_parallel" in capsys.readouterr().err
     assert main(["serve", str(checkpoint)]) == 2  # the learner's environment has no vllm
     told = "farhorizon serve: vllm is not installed here; see launch/vllm-env.sh"
     assert told in capsys.readouterr().err

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from farhorizon.configs.errors import RunFailed
 from farhorizon.policy.weights import (
+    Bucket,
     PolicyVersion,
     Publication,
     ThresholdVersion,
@@ -121,6 +122,9 @@ class FakeEngine:
         self._proof = Proof(self.model)
         self.fault = ""
         self.model.load_weights(weights)
+
+    def take(self, bucket: Bucket) -> Bucket:
+        return bucket
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         fault, self.fault = self.fault, ""
