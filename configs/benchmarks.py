@@ -157,9 +157,9 @@ class OverlapBenchConfig:
 
     start: str = "runs/quickstart-{seed}/sft"
     seeds: tuple[int, ...] = (0, 1, 2)
-    steps: int = 16
+    steps: int = 24
     staleness: int = 4  # max_staleness of the asynchronous runs
-    delay: float = 0.08  # seconds that a page takes to come, as a slow tool would
+    delay: float = 0.05  # seconds that a page takes to come, as a slow tool would
     correction: tuple[str, ...] = ("algorithm.correction=token_truncate",)  # of asynchronous runs
     train: tuple[str, ...] = ()
     output: str = "runs/overlap"
