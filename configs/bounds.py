@@ -251,7 +251,7 @@ def computes_in_fp32(rollout: schema.RolloutConfig) -> bool:
 
 
 def native_dtype(rollout: schema.RolloutConfig) -> str:
-    """What the native engine computes in; kernels of a GPU are for 16 bits."""
+    """What the native engine computes in where no learner says; a GPU has kernels for 16 bits."""
     return rollout.dtype or ("bfloat16" if rollout.gpus > 0 else "float32")
 
 

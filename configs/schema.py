@@ -46,7 +46,7 @@ class RolloutConfig:
     actors: int = 1
     threads: int = 1  # torch threads per actor; 0 keeps torch's default
     gpus: float = 0.0  # each actor reserves: a share of one, or vllm.tensor_parallel; 0 is the CPU
-    dtype: Literal["float32", "bfloat16"] | None = None  # native; None: bfloat16 on a GPU
+    dtype: Literal["float32", "bfloat16"] | None = None  # native; None: the learner's on a GPU
     concurrency: int = 64  # sequences decoded together by one actor
     temperature: float = 1.0
     max_turn_tokens: int = 16

@@ -85,9 +85,17 @@ def check_parts(config: TrainConfig, policy: PolicyConfig) -> None:
             check_unused("learner", config.learner, names, reason)
 
 
+def rollout_of(config: TrainConfig) -> RolloutConfig:
+    """The settings of rollout; on a GPU the native engine computes as the learner, unless told."""
+    rollout = config.rollout
+    if rollout.engine == "native" and rollout.gpus > 0 and rollout.dtype is None:
+        return replace(rollout, dtype=config.learner.dtype)
+    return rollout
+
+
 def sync_of(config: TrainConfig) -> SyncConfig:
     """The settings of publication, with the tolerance that the rollout engine needs."""
-    if config.sync.canary_tolerance is not None or computes_in_fp32(config.rollout):
+    if config.sync.canary_tolerance is not None or computes_in_fp32(rollout_of(config)):
         return config.sync
     return replace(config.sync, canary_tolerance=LOOSE_TOLERANCE)
 

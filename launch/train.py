@@ -45,7 +45,7 @@ from .report import (
     skipped_line,
     unchanged_line,
 )
-from .together import sync_of
+from .together import rollout_of, sync_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
         pool = RolloutPool(
             str(run.checkpoint),
             config.env,
-            config.rollout,
+            rollout_of(config),
             config.context,
             config.seed,
             record_routes=config.learner.replay == "rollout",

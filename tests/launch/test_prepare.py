@@ -24,7 +24,7 @@ from farhorizon.launch.evaluate import evaluate
 from farhorizon.launch.prepare import find_checkpoint, prepare
 from farhorizon.launch.sft import run_sft
 from farhorizon.launch.stage import run_stages
-from farhorizon.launch.together import check_together, sync_of
+from farhorizon.launch.together import check_together, rollout_of, sync_of
 from farhorizon.rl.algorithms import ALGORITHMS, make_algorithm
 from farhorizon.rollout.engines import build
 
@@ -295,11 +295,20 @@ def test_the_tolerance_of_the_canary_follows_the_engine(config: TrainConfig) -> 
     assert sync_of(override_config(served, ["rollout.vllm.dtype=float32"])) == config.sync
     given = override_config(served, ["sync.canary_tolerance=0.1"])
     assert sync_of(given).canary_tolerance == 0.1
-    for native in ("rollout.gpus=1", "rollout.dtype=bfloat16"):
-        assert sync_of(override_config(config, [native])).canary_tolerance == 0.5
-    assert (
-        sync_of(override_config(config, ["rollout.gpus=1", "rollout.dtype=float32"])) == config.sync
-    )
+    for native in (["rollout.gpus=1", "learner.dtype=bfloat16"], ["rollout.dtype=bfloat16"]):
+        assert sync_of(override_config(config, native)).canary_tolerance == 0.5
+    assert sync_of(override_config(config, ["rollout.gpus=1"])) == config.sync
+
+
+def test_on_a_gpu_the_native_engine_computes_as_the_learner(config: TrainConfig) -> None:
+    for given, expected in (
+        ([], None),
+        (["rollout.gpus=1"], "float32"),
+        (["rollout.gpus=1", "learner.dtype=bfloat16"], "bfloat16"),
+        (["rollout.gpus=1", "rollout.dtype=bfloat16"], "bfloat16"),
+        (["rollout.gpus=1", "rollout.engine=vllm"], None),
+    ):
+        assert rollout_of(override_config(config, given)).dtype == expected
 
 
 def test_the_dtype_of_the_native_engine_is_none_of_vllm(config: TrainConfig) -> None:
