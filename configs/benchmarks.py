@@ -157,7 +157,7 @@ class OverlapBenchConfig:
 
     start: str = "runs/quickstart-{seed}/sft"
     seeds: tuple[int, ...] = (0, 1, 2)
-    steps: int = 24
+    steps: int = 32
     staleness: int = 4  # max_staleness of the asynchronous runs
     delay: float = 0.05  # seconds that a page takes to come, as a slow tool would
     correction: tuple[str, ...] = ("algorithm.correction=token_truncate",)  # of asynchronous runs

@@ -39,10 +39,11 @@ LEARNING = (
 CORRECTED = ("algorithm.correction=token_truncate",)
 # A learner and a sampler of a core each. PPO, since it learns from all groups: with others updates
 # get shorter while groups lose their variance, and the bound with them. Routes are replayed, since
-# those of older weights would be others.
+# those of older weights would be others. At the quickstart's rate one asynchronous run of five lost
+# its policy.
 OVERLAP = (
     *("learner.ranks=1", "rollout.actors=1", "groups_per_step=8", "save_every=1000"),
-    *("algorithm.name=ppo", "learner.minibatches=2", "learner.replay=rollout"),
+    *("algorithm.name=ppo", "learner.minibatches=2", "learner.replay=rollout", "learner.lr=5e-4"),
 )
 
 
