@@ -171,6 +171,10 @@ def test_a_checkpoint_of_a_run_has_its_settings(checkpoint: Path, tmp_path: Path
     (folder / "run.json").write_text(json.dumps({"config": dump_config(asleep)}))
     found = evaluation_defaults(folder, []).rollout
     assert found == replace(rollout, vllm=VllmConfig(memory=0.3))
+    # on a GPU its native engine computed as its learner
+    narrow = replace(config, rollout=replace(rollout, gpus=1.0))
+    (folder / "run.json").write_text(json.dumps({"config": dump_config(narrow)}))
+    assert evaluation_defaults(folder, []).rollout.dtype == "float32"
 
 
 def test_evaluation_of_a_stage(stages: Path, ray_local: None) -> None:
