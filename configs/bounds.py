@@ -299,7 +299,7 @@ def _check_shared_gpu(prefix: str, part: schema.LearnerConfig | schema.SftConfig
 
 def _check_gpus(prefix: str, part: schema.RolloutConfig) -> None:
     """An actor has a share of a GPU, or all those that its engine is divided over."""
-    size, gpus = part.vllm.tensor_parallel, part.gpus
+    size, gpus = part.vllm.tensor_parallel if part.engine == "vllm" else 1, part.gpus
     if size > 1 and gpus != size:
         raise UserError(
             f"{prefix}vllm.tensor_parallel={size} needs as many GPUs for each actor, and "

@@ -158,7 +158,7 @@ class SyncConfig:
     transport: Literal["auto", "objects", "collective", "ipc"] = "auto"  # docs/sync.md
     bucket_mb: int = 64
     canary_tokens: int = 64
-    canary_tolerance: float | None = None  # largest difference of its log-probs, nats
+    canary_tolerance: float | None = None  # difference of log-probs, nats (docs/sync.md)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ from . import bench_task as task
 from .bench_task import Measurement
 from .cluster import check_gpus, cluster
 from .prepare import check_writable
-from .together import check_unused
+from .together import check_unused, rollout_of
 
 MAX_LOG_RATIO = 1e-4  # nats between the sampler's and the learner's log-prob of any token
 PACKAGES = ("farhorizon", "torch", "ray", "deepspeed", "trl", "transformers")
@@ -99,7 +99,8 @@ def measure_ours(folder: Path, config: BenchConfig) -> Measurement:
             checkpoint, config.learner, algorithm, sync, config.seed, temperature
         )
         stack.callback(learner.close)
-        pool = RolloutPool(checkpoint, env, config.rollout, _context(config), config.seed)
+        rollout = rollout_of(config.rollout, config.learner)
+        pool = RolloutPool(checkpoint, env, rollout, _context(config), config.seed)
         stack.callback(pool.close)
         pool.sync(learner)
         for step in range(config.steps + 1):

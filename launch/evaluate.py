@@ -111,8 +111,7 @@ def _check(
         check_unused("rollout", config.rollout, ["keep_states"], "an evaluation has one policy")
     check_unused("rollout.vllm", config.rollout.vllm, ["sleep"], "an evaluation learns nothing")
     check_engine(config.rollout, config.ray_address)
-    if config.rollout.vllm != defaults.rollout.vllm:  # of a run they may be there without one
-        check_native(config.rollout)
+    check_native(config.rollout, defaults.rollout)  # of a run they may be there without one
     if config.env is None:
         raise UserError(f"{path} belongs to no run with an environment: name one, env.id=...")
     env = resolve_plugins(config.env)

@@ -12,6 +12,7 @@ from ..configs.schema import EnvConfig, EvalConfig, SftConfig, StageConfig, Trai
 from ..policy.records import STAGE_FILE, read_json
 from .stage_data import stage_env
 from .stage_record import stage_folders
+from .together import rollout_of
 
 
 def evaluation_defaults(checkpoint: Path, overrides: list[str]) -> EvalConfig:
@@ -39,7 +40,9 @@ def evaluation_defaults(checkpoint: Path, overrides: list[str]) -> EvalConfig:
         env=env,
         seed=made.seed,
         context=made.context,
-        rollout=replace(made.rollout, vllm=replace(made.rollout.vllm, sleep=False)),
+        rollout=replace(
+            rollout_of(made.rollout, made.learner), vllm=replace(made.rollout.vllm, sleep=False)
+        ),
         allow_longer_context=made.allow_longer_context,
         ray_address=made.ray_address,
     )

@@ -9,7 +9,14 @@ from typing import Any
 
 from ..configs.bounds import computes_in_fp32
 from ..configs.errors import UserError
-from ..configs.schema import EnvConfig, RolloutConfig, SyncConfig, TrainConfig, VllmConfig
+from ..configs.schema import (
+    EnvConfig,
+    LearnerConfig,
+    RolloutConfig,
+    SyncConfig,
+    TrainConfig,
+    VllmConfig,
+)
 from ..policy.config import PolicyConfig
 from ..rl.algorithms import make_algorithm
 from ..rollout.vllm import check_installed
@@ -85,17 +92,18 @@ def check_parts(config: TrainConfig, policy: PolicyConfig) -> None:
             check_unused("learner", config.learner, names, reason)
 
 
-def rollout_of(config: TrainConfig) -> RolloutConfig:
+def rollout_of(rollout: RolloutConfig, learner: LearnerConfig) -> RolloutConfig:
     """The settings of rollout; on a GPU the native engine computes as the learner, unless told."""
-    rollout = config.rollout
     if rollout.engine == "native" and rollout.gpus > 0 and rollout.dtype is None:
-        return replace(rollout, dtype=config.learner.dtype)
+        return replace(rollout, dtype=learner.dtype)
     return rollout
 
 
 def sync_of(config: TrainConfig) -> SyncConfig:
     """The settings of publication, with the tolerance that the rollout engine needs."""
-    if config.sync.canary_tolerance is not None or computes_in_fp32(rollout_of(config)):
+    if config.sync.canary_tolerance is not None or computes_in_fp32(
+        rollout_of(config.rollout, config.learner)
+    ):
         return config.sync
     return replace(config.sync, canary_tolerance=LOOSE_TOLERANCE)
 
@@ -113,12 +121,13 @@ def check_engine(rollout: RolloutConfig, ray_address: str | None) -> None:
         check_installed()
 
 
-def check_native(rollout: RolloutConfig) -> None:
-    """UserError if settings of another engine are given."""
-    if rollout.engine == "native":
+def check_native(rollout: RolloutConfig, before: RolloutConfig | None = None) -> None:
+    """UserError if settings of another engine are given that are not those of ``before``."""
+    before = before or RolloutConfig()
+    if rollout.engine == "native" and rollout.vllm != before.vllm:
         names = [field.name for field in fields(VllmConfig)]
         check_unused("rollout.vllm", rollout.vllm, names, "needs rollout.engine=vllm")
-    else:
+    elif rollout.engine == "vllm" and rollout.dtype != before.dtype:
         reason = "it is of rollout.engine=native; set rollout.vllm.dtype"
         check_unused("rollout", rollout, ["dtype"], reason)
 
@@ -154,10 +163,11 @@ def _check_engine(config: TrainConfig) -> None:
 def _check_sleep(config: TrainConfig) -> None:
     """An engine sleeps for the sake of a learner on the same GPU, with which it takes turns."""
     own, other, name = config.rollout.gpus, config.learner.gpus, "rollout.vllm.sleep=true"
-    if not (0 < own < 1 and 0 < other < 1):
+    if not (0 < own < 1 and 0 < other < 1 and _on_one_gpu(config)):
         raise UserError(
             f"{name} needs a GPU that learner and rollout share, and learner.gpus={other:g} and "
-            f"rollout.gpus={own:g}: set a share of one for each, as 0.5, or leave it out"
+            f"rollout.gpus={own:g}: set shares that add up to 1 over all ranks and actors, or "
+            "leave it out"
         )
     if config.max_staleness > 0:
         raise UserError(
@@ -182,13 +192,18 @@ def _check_transport(config: TrainConfig) -> None:
             "sync.transport=ipc needs learner and rollout on one GPU, and rollout.vllm."
             f"tensor_parallel={rollout.vllm.tensor_parallel} has more: set sync.transport=auto"
         )
-    used = learner.gpus * learner.ranks + rollout.gpus * rollout.actors
-    if not all(shares) or used > 1 + 1e-9:
+    if not all(shares) or not _on_one_gpu(config):
         raise UserError(
             "sync.transport=ipc needs learner and rollout on one GPU: set learner.gpus and "
             "rollout.gpus to shares that add up to 1 over all ranks and actors, or "
             "sync.transport=auto"
         )
+
+
+def _on_one_gpu(config: TrainConfig) -> bool:
+    """Whether one GPU holds the shares of all ranks and actors."""
+    learner, rollout = config.learner, config.rollout
+    return learner.gpus * learner.ranks + rollout.gpus * rollout.actors <= 1 + 1e-9
 
 
 def check_unused(section: str, given: Any, names: Sequence[str], reason: str) -> None:

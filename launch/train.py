@@ -141,7 +141,7 @@ def _start(run: Run, recorder: Recorder, display: Display, stack: ExitStack) -> 
         pool = RolloutPool(
             str(run.checkpoint),
             config.env,
-            rollout_of(config),
+            rollout_of(config.rollout, config.learner),
             config.context,
             config.seed,
             record_routes=config.learner.replay == "rollout",

@@ -43,6 +43,7 @@ class Publisher:
     def connect(self, transport: str, host: str, readers: int) -> Meeting | None:
         """Choose how buckets go to that many readers; where a group of them meets, which is at
         ``host``."""
+        self.sender = self._sharing = None
         if transport == "ipc":
             self._sharing = Sharing(readers)
         if transport != "collective":

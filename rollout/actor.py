@@ -154,5 +154,5 @@ class RolloutActor:
         part of the update took."""
         with self._generator.updating(number):
             self._receiver.commit()
-        free_cached(self._config.gpus)
+            free_cached(self._config.gpus)
         return self._receiver.seconds

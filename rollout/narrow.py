@@ -25,7 +25,7 @@ class NarrowWeights(PolicyWeights):
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
-        self._given: Mapping[str, Tensor] = {}
+        self._next: Mapping[str, Tensor] = {}  # rounded, where the policy is
 
     @property
     def manifest(self) -> WeightManifest:
@@ -35,23 +35,26 @@ class NarrowWeights(PolicyWeights):
         )
         return WeightManifest(tuple(wide))
 
+    def prepare(self, weights: Mapping[str, Tensor]) -> None:
+        live = self.policy.state_dict()
+        self._next = {name: tensor.to(live[name]) for name, tensor in weights.items()}
+
     @contextmanager
     def serving(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        self._given = weights
         try:
-            with super().serving(weights):
+            with super().serving(self._next):
                 yield
         finally:
-            self._given = {}
+            self._next = {}
 
     def difference(self, publication: Publication) -> str | None:
         live = self.policy.state_dict()
         names = publication.manifest.names
-        given = (self._given[name].to(live[name]) for name in names)
-        wrong = torch.stack([_differ(live[n], one) for n, one in zip(names, given, strict=True)])
+        wrong = torch.stack([_differ(live[name], self._next[name]) for name in names])
         for name, differs in zip(names, wrong.tolist(), strict=True):
             if differs:
-                return f"{name}: what is served is not what was published, rounded to bfloat16"
+                kind = str(live[name].dtype).removeprefix("torch.")
+                return f"{name}: what is served is not what was published, as {kind}"
         meant = publication.thresholds
         own = dict(ThresholdVersion.of(meant.number, live).digests)
         for name, digest in meant.digests:

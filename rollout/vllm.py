@@ -239,7 +239,7 @@ class VllmEngine:
         except RuntimeError as error:
             raise RunFailed(
                 f"vllm: no room to wake up in ({last_line(error)}); lower rollout.vllm.memory, or "
-                f"what the learner has of the GPU ({self._sizes})"
+                f"set sync.transport=objects ({self._sizes})"
             ) from error
         self._asleep = self._asleep.difference(parts)
 

@@ -8,7 +8,15 @@ from farhorizon.configs.benchmarks import BenchConfig, KdaBenchConfig, ParityBen
 from farhorizon.configs.bounds import check_bounds
 from farhorizon.configs.errors import UserError
 from farhorizon.configs.load import load_config, override_config
-from farhorizon.configs.schema import EvalConfig, PlayConfig, SftConfig, StageConfig, TrainConfig
+from farhorizon.configs.schema import (
+    EvalConfig,
+    PlayConfig,
+    RolloutConfig,
+    SftConfig,
+    StageConfig,
+    TrainConfig,
+    VllmConfig,
+)
 
 ENV = ["env.id=echo-v0"]
 BASE = {
@@ -173,7 +181,7 @@ def test_ranks_do_not_share_a_gpu(schema: type, prefix: str) -> None:
 
 @pytest.mark.parametrize(("gpus", "fits"), [("4", True), ("0", False), ("1", False), ("8", False)])
 def test_an_engine_over_several_gpus_has_as_many(gpus: str, fits: bool) -> None:
-    given = ["rollout.vllm.tensor_parallel=4", f"rollout.gpus={gpus}"]
+    given = ["rollout.engine=vllm", "rollout.vllm.tensor_parallel=4", f"rollout.gpus={gpus}"]
     config = load_config(EvalConfig, None, [*BASE[EvalConfig], *given])
     if fits:
         return check_bounds(config)
@@ -218,3 +226,13 @@ def test_divided_experts_name_what_they_do_not_go_with(more: str, message: str) 
     with pytest.raises(UserError) as error:
         check_bounds(load_config(TrainConfig, None, [*BASE[TrainConfig], *given, more]))
     assert str(error.value).startswith(message) and "set " in str(error.value)
+
+
+def test_gpus_of_an_engine_that_does_not_run_count_for_nothing() -> None:
+    """As where a run of one engine is evaluated by the other."""
+    vllm = VllmConfig(tensor_parallel=2)
+    check_bounds(EvalConfig(rollout=RolloutConfig(vllm=vllm)))
+    with pytest.raises(UserError, match=r"^rollout\.gpus=2\.0 must be between 0 and 1"):
+        check_bounds(EvalConfig(rollout=RolloutConfig(gpus=2.0, vllm=vllm)))
+    with pytest.raises(UserError, match=r"set rollout\.gpus=2$"):
+        check_bounds(EvalConfig(rollout=RolloutConfig(engine="vllm", vllm=vllm)))

@@ -29,6 +29,7 @@ from farhorizon.launch import checkpoints
 from farhorizon.launch import evaluate as evaluate_command
 from farhorizon.launch.evaluate import evaluate, output_file, summarise
 from farhorizon.launch.origin import evaluation_defaults
+from farhorizon.launch.together import check_native
 from farhorizon.rollout.pool import RolloutPool
 from farhorizon.rollout.types import Group, Segment, Trajectory
 
@@ -170,6 +171,10 @@ def test_a_checkpoint_of_a_run_has_its_settings(checkpoint: Path, tmp_path: Path
     (folder / "run.json").write_text(json.dumps({"config": dump_config(asleep)}))
     found = evaluation_defaults(folder, []).rollout
     assert found == replace(rollout, vllm=VllmConfig(memory=0.3))
+    # on a GPU its native engine computed as its learner
+    narrow = replace(config, rollout=replace(rollout, gpus=1.0))
+    (folder / "run.json").write_text(json.dumps({"config": dump_config(narrow)}))
+    assert evaluation_defaults(folder, []).rollout.dtype == "float32"
 
 
 def test_evaluation_of_a_stage(stages: Path, ray_local: None) -> None:
@@ -318,3 +323,15 @@ def test_another_kind_of_evaluation_needs_a_name(tmp_path: Path, override: str, 
         f"{told}: another kind of evaluation than {tmp_path}/eval.json is for; "
         "name a file for it, output=FILE.json"
     )
+
+
+def test_settings_of_another_engine_may_come_from_the_run_alone() -> None:
+    run = RolloutConfig(dtype="bfloat16")
+    check_native(replace(run, engine="vllm", gpus=1.0), run)
+    check_native(
+        RolloutConfig(vllm=VllmConfig(memory=0.5)), RolloutConfig(vllm=VllmConfig(memory=0.5))
+    )
+    with pytest.raises(UserError, match=r"^rollout\.dtype=float32 would have no effect: it is of"):
+        check_native(RolloutConfig(engine="vllm", dtype="float32"), run)
+    with pytest.raises(UserError, match=r"^rollout\.vllm\.memory=0\.5 would have no effect: needs"):
+        check_native(RolloutConfig(vllm=VllmConfig(memory=0.5)), run)

@@ -201,10 +201,15 @@ def test_settings_of_parts_that_the_policy_lacks(
         *(
             (["sync.canary_tokens=8", "rollout.vllm.sleep=true", *shares.split()], named)
             for shares, named in (
-                ("", "learner.gpus=0 and rollout.gpus=0: set a share"),
+                ("", "learner.gpus=0 and rollout.gpus=0: set shares"),
                 ("learner.gpus=1 rollout.gpus=1", "learner.gpus=1 and rollout.gpus=1: set"),
-                ("learner.gpus=0.5", "learner.gpus=0.5 and rollout.gpus=0: set a"),
-                ("rollout.gpus=0.5", "learner.gpus=0 and rollout.gpus=0.5: set a"),
+                ("learner.gpus=0.5", "learner.gpus=0.5 and rollout.gpus=0: set shares"),
+                ("rollout.gpus=0.5", "learner.gpus=0 and rollout.gpus=0.5: set shares"),
+                ("learner.gpus=0.6 rollout.gpus=0.6", "rollout.gpus=0.6: set shares that add up"),
+                (
+                    "learner.gpus=0.5 rollout.gpus=0.5 rollout.actors=2",
+                    "rollout.gpus=0.5: set shares that add up to 1 over all ranks and actors",
+                ),
                 (
                     "learner.gpus=0.5 rollout.gpus=0.5 max_staleness=1",
                     r"sleep=true does not go with max_staleness=1, with which episodes are played",
@@ -308,7 +313,8 @@ def test_on_a_gpu_the_native_engine_computes_as_the_learner(config: TrainConfig)
         (["rollout.gpus=1", "rollout.dtype=bfloat16"], "bfloat16"),
         (["rollout.gpus=1", "rollout.engine=vllm"], None),
     ):
-        assert rollout_of(override_config(config, given)).dtype == expected
+        made = override_config(config, given)
+        assert rollout_of(made.rollout, made.learner).dtype == expected
 
 
 def test_the_dtype_of_the_native_engine_is_none_of_vllm(config: TrainConfig) -> None:
