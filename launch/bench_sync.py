@@ -143,7 +143,7 @@ def _side(
     with torch.device(device):
         policy = Policy(PolicyConfig.from_dict(sizes))
     if rank == 1 and gpus > 0:  # as the native engine on a GPU
-        policy = policy.to(torch.bfloat16)
+        policy = policy.bfloat16()
     if rank == 0:
         _publish(Learner(policy), transport, bucket_mb, repeats, seed, other)
     else:

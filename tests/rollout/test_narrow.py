@@ -28,7 +28,7 @@ WIDE = (THRESHOLD, *(kind for kind in KINDS if kind.endswith(GATES)))
 
 
 def narrow(seed: int) -> Policy:
-    return make(seed).to(torch.bfloat16)
+    return make(seed).bfloat16()
 
 
 def published(policy: Policy, number: int) -> Publication:
